@@ -1,0 +1,21 @@
+"""The correction op and the deltas that it applies. Knows tensors only."""
+
+from .correction import BACKENDS, CorrectionError, CorrectionPlan, Segment, plan, run
+from .delta import ZERO_DELTA, AffineDelta, Delta, LowRankDelta, ZeroDelta
+from .rope import RotaryTable, rotate
+
+__all__ = [
+    "BACKENDS",
+    "ZERO_DELTA",
+    "AffineDelta",
+    "CorrectionError",
+    "CorrectionPlan",
+    "Delta",
+    "LowRankDelta",
+    "RotaryTable",
+    "Segment",
+    "ZeroDelta",
+    "plan",
+    "rotate",
+    "run",
+]

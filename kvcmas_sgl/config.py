@@ -1,0 +1,163 @@
+"""The operator's settings: one frozen dataclass, its flags, and its way to the child processes."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import sys
+from collections.abc import Mapping
+from typing import Any, Literal, get_args
+
+RADIX_CACHE_BACKEND = "kvcmas"
+_ENVIRONMENT_KEY = "KVCMAS_CONFIG"
+
+Policy = Literal["gated", "always", "learn"]
+EstimatorName = Literal["affine", "none"]
+LogDecisions = Literal["off", "refused", "all"]
+
+
+class ConfigError(ValueError):
+    """A setting is outside of what is allowed; the message is one sentence for the operator."""
+
+
+@dataclasses.dataclass(frozen=True)
+class KvcmasConfig:
+    """Settings of one server. Field names are the flags' names without ``--kvcmas-``.
+
+    Attributes
+    ----------
+    policy
+        ``gated`` reuses a span when its predicted KL is inside ``max_kl``; ``always`` never refuses
+        (benchmarks); ``learn`` always prefills and only learns.
+    estimator
+        Predictor of the delta for content that a role has not read: ``affine``, or ``none`` (rotate only).
+    rank
+        Rank of the predicted delta: number of principal features per layer.
+    own_rank
+        Rank of own deltas, measured on dense runs; 0 keeps none.
+    min_span
+        Shortest span, in tokens, that is reused or learned from.
+    max_kl
+        Quality budget: largest predicted KL, in nats, of the next-token distribution for a reused span.
+    state_bytes
+        Byte budget for deltas and estimator state together.
+    log_decisions
+        Which per-request decisions go to the log: ``off``, ``refused`` or ``all``.
+    allow_overrides
+        Whether a request may choose its own ``policy`` and ``estimator`` (benchmarks; off in production).
+    """
+
+    policy: Policy = "gated"
+    estimator: EstimatorName = "affine"
+    rank: int = 64
+    own_rank: int = 32
+    min_span: int = 64
+    max_kl: float = 0.02
+    state_bytes: int = 1 << 30
+    log_decisions: LogDecisions = "off"
+    allow_overrides: bool = False
+
+    def __post_init__(self) -> None:
+        for name, allowed in (
+            ("policy", get_args(Policy)),
+            ("estimator", get_args(EstimatorName)),
+            ("log_decisions", get_args(LogDecisions)),
+        ):
+            if getattr(self, name) not in allowed:
+                raise ConfigError(f"{_flag(name)} is {getattr(self, name)!r}, but must be one of {', '.join(allowed)}.")
+        for name, low, high in (
+            ("rank", 1, 4096),
+            ("own_rank", 0, 4096),
+            ("min_span", 1, 1 << 20),
+            ("state_bytes", 0, 1 << 50),
+        ):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+                raise ConfigError(f"{_flag(name)} is {value!r}, but must be an integer from {low} to {high}.")
+        number = isinstance(self.max_kl, (int, float)) and not isinstance(self.max_kl, bool)
+        if not number or not 0 <= self.max_kl <= 10:
+            raise ConfigError(f"{_flag('max_kl')} is {self.max_kl!r}, but must be a number from 0 to 10 (nats).")
+        if not isinstance(self.allow_overrides, bool):
+            raise ConfigError(f"{_flag('allow_overrides')} is {self.allow_overrides!r}, but must be true or false.")
+
+    @classmethod
+    def from_mapping(cls, values: Mapping[str, Any]) -> KvcmasConfig:
+        """Build from names without prefix; unknown names raise `ConfigError`."""
+        known = {field.name for field in dataclasses.fields(cls)}
+        for name in values:
+            if name not in known:
+                raise ConfigError(f"unknown kvcmas setting {name!r}; known are {', '.join(sorted(known))}.")
+        return cls(**values)
+
+    def publish(self) -> None:
+        """Leave the settings in this process's environment, where SGLang's child processes find them."""
+        os.environ[_ENVIRONMENT_KEY] = json.dumps(dataclasses.asdict(self))
+
+    def summary(self) -> str:
+        """One line for the log: what is active."""
+        return " ".join(f"{field.name}={getattr(self, field.name)}" for field in dataclasses.fields(self))
+
+
+def published_config() -> KvcmasConfig | None:
+    """The settings that a parent process (or this one) published, or None."""
+    text = os.environ.get(_ENVIRONMENT_KEY)
+    return KvcmasConfig.from_mapping(json.loads(text)) if text else None
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Add ``--enable-kvcmas`` and ``--kvcmas-*`` to SGLang's own parser."""
+    default = KvcmasConfig()
+    group = parser.add_argument_group("kvcmas", "Corrected reuse of spans that several agents read")
+    group.add_argument("--enable-kvcmas", action="store_true", help="Let agents share the KV cache of shared spans.")
+
+    def add(name: str, help_text: str, **kwargs: Any) -> None:
+        value = getattr(default, name)
+        group.add_argument(_flag(name), default=value, help=f"{help_text} (default: {value})", **kwargs)
+
+    add(
+        "policy",
+        "gated: reuse inside the quality budget; always: never refuse; learn: always prefill and learn.",
+        choices=get_args(Policy),
+    )
+    add("estimator", "Predictor of the delta for unseen content.", choices=get_args(EstimatorName))
+    add("rank", "Rank of the predicted delta, features per layer.", type=int)
+    add("own_rank", "Rank of own deltas kept on the source's nodes; 0 keeps none.", type=int)
+    add("min_span", "Shortest span that is reused, tokens.", type=int)
+    add("max_kl", "Quality budget: largest predicted KL of a reused span, nats.", type=float)
+    add("state_bytes", "Budget for deltas and estimator state, bytes.", type=int)
+    add("log_decisions", "Which decisions are logged.", choices=get_args(LogDecisions))
+    group.add_argument(
+        _flag("allow_overrides"),
+        action="store_true",
+        help="Let a request choose its policy and estimator; for benchmarks (default: off)",
+    )
+
+
+def config_from_arguments(args: argparse.Namespace) -> KvcmasConfig | None:
+    """Read our flags from SGLang's parsed arguments and select our cache backend there.
+
+    Returns None when ``--enable-kvcmas`` is absent. Ends the process with one sentence on bad values.
+    """
+    names = [field.name for field in dataclasses.fields(KvcmasConfig)]
+    given = {name: getattr(args, f"kvcmas_{name}") for name in names if hasattr(args, f"kvcmas_{name}")}
+    if not getattr(args, "enable_kvcmas", False):
+        changed = [name for name, value in given.items() if value != getattr(KvcmasConfig(), name)]
+        if changed:
+            sys.exit(f"{_flag(changed[0])} has no effect without --enable-kvcmas: add that flag or drop this one.")
+        return None
+    if getattr(args, "radix_cache_backend", None) not in (None, RADIX_CACHE_BACKEND):
+        sys.exit(
+            f"--radix-cache-backend is {args.radix_cache_backend!r}, but --enable-kvcmas brings its own: drop one."
+        )
+    try:
+        config = KvcmasConfig.from_mapping(given)
+    except ConfigError as error:
+        sys.exit(str(error))
+    args.radix_cache_backend = RADIX_CACHE_BACKEND
+    return config
+
+
+def _flag(name: str) -> str:
+    return "--kvcmas-" + name.replace("_", "-")

@@ -1,0 +1,164 @@
+"""What the demo sends: prompts with a marked span, and two kinds of requests to SGLang's /generate."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import requests
+
+from kvcmas_sgl.demo.roles import InputError, Role
+
+# Stands for the document while the chat template is applied; never reaches a model.
+_PLACEHOLDER = "\u241fDOCUMENT\u241f"
+_TIMEOUT_S = 600
+
+
+@dataclass(frozen=True)
+class TokenPrompt:
+    """A role's prompt for one document, cut so that the document's tokens are the same for every role."""
+
+    ids: tuple[int, ...]
+    span: tuple[int, int]
+    """[start, end) of the document in `ids`."""
+
+
+class PromptMaker:
+    """Puts documents into the model's own chat template.
+
+    The parts before, of and after the document are tokenized apart: otherwise a token that straddles their border
+    would differ from role to role, and with it the span.
+    """
+
+    def __init__(self, model: str) -> None:
+        from transformers import AutoTokenizer
+
+        self._tokenizer = AutoTokenizer.from_pretrained(model)
+
+    def prompt(self, role: Role, document: str) -> TokenPrompt:
+        """The role's prompt: system message, then document and question as the user's message.
+
+        Raises:
+            InputError: the model's chat template does not take a system message, or changes the user's text.
+        """
+        messages = [
+            {"role": "system", "content": role.system},
+            {"role": "user", "content": f"{_PLACEHOLDER}\n\n{role.question}"},
+        ]
+        text = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        before, found, after = text.partition(_PLACEHOLDER)
+        if not found or role.system.split("\n", 1)[0] not in before:
+            raise InputError(
+                "--model has a chat template that puts the system message elsewhere than before the user's text."
+            )
+        head, span, tail = (self.tokens(part) for part in (before, document, after))
+        return TokenPrompt((*head, *span, *tail), (len(head), len(head) + len(span)))
+
+    def tokens(self, text: str) -> list[int]:
+        return list(self._tokenizer.encode(text, add_special_tokens=False))
+
+    def text(self, ids: Sequence[int]) -> str:
+        return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A streamed answer: greedy tokens, seconds from the request to the first of them, the server's `meta_info`."""
+
+    tokens: tuple[int, ...]
+    ttft_s: float
+    meta: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Scores:
+    """What a model says at each position of a given answer, in nats.
+
+    `asked[i]` holds log probabilities of the tokens that were asked for, `top[i]` the likeliest ones, both at the
+    position that predicts answer token i.
+    """
+
+    top: tuple[Mapping[int, float], ...]
+    asked: tuple[Mapping[int, float], ...] = ()
+    meta: Mapping[str, Any] = field(default_factory=dict)
+
+
+class Client:
+    """Sends one request at a time to one server."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url + "/generate"
+        self._session = requests.Session()
+
+    def answer(self, ids: Sequence[int], max_tokens: int, **options: Any) -> Answer:
+        """Stream a greedy answer of up to `max_tokens` tokens; `options` are further fields of the request."""
+        body = {
+            "input_ids": list(ids),
+            "sampling_params": {"max_new_tokens": max_tokens, "temperature": 0},
+            "stream": True,
+            **options,
+        }
+        data = json.dumps(body)
+        start = time.perf_counter()
+        ttft = None
+        last: dict[str, Any] = {}
+        with self._session.post(self._url, data=data, headers=_JSON, stream=True, timeout=_TIMEOUT_S) as response:
+            _require_ok(response)
+            for line in response.iter_lines():
+                if not line.startswith(b"data:") or line == b"data: [DONE]":
+                    continue
+                event = json.loads(line[5:])
+                if "output_ids" not in event:
+                    raise RuntimeError(f"{self._url} answered {event}")
+                if ttft is None and event["output_ids"]:
+                    ttft = time.perf_counter() - start
+                last = event
+        if ttft is None:
+            raise RuntimeError(f"{self._url} streamed no token; its last event was {last}")
+        return Answer(tuple(last["output_ids"]), ttft, last["meta_info"])
+
+    def scores(
+        self, ids: Sequence[int], answer: Sequence[int], top: int, asked: Sequence[int] = (), **options: Any
+    ) -> Scores:
+        """Teacher-forced: the distributions that predict each token of `answer` after the prompt `ids`.
+
+        Args:
+            top: number of likeliest tokens to return per position.
+            asked: tokens whose log probability is returned at every position as well.
+            options: further fields of the request.
+        """
+        body = {
+            "input_ids": [*ids, *answer],
+            "sampling_params": {"max_new_tokens": 0, "temperature": 0},
+            "return_logprob": True,
+            # Log probabilities of the tokens after this one: exactly the answer's. What comes before may be a hit.
+            "logprob_start_len": len(ids) - 1,
+            "top_logprobs_num": top,
+            **options,
+        }
+        if asked:
+            body["token_ids_logprob"] = list(asked)
+        response = self._session.post(self._url, json=body, timeout=_TIMEOUT_S)
+        _require_ok(response)
+        meta = response.json()["meta_info"]
+        return Scores(
+            _positions(meta["input_top_logprobs"], len(answer)),
+            _positions(meta["input_token_ids_logprobs"], len(answer)) if asked else (),
+            {name: value for name, value in meta.items() if not name.startswith(("input_", "output_"))},
+        )
+
+
+_JSON = {"Content-Type": "application/json"}
+
+
+def _positions(entries: Sequence[Any], count: int) -> tuple[dict[int, float], ...]:
+    # The first entry belongs to the last prompt token, which nothing here predicts.
+    return tuple({token: logprob for logprob, token, *_ in entry} for entry in entries[-count:])
+
+
+def _require_ok(response: requests.Response) -> None:
+    if response.status_code != 200:
+        raise RuntimeError(f"{response.url} answered HTTP {response.status_code}: {response.text[:500]}")

@@ -1,0 +1,52 @@
+"""Prometheus metrics, beside SGLang's own at ``/metrics``.
+
+=================================  =======  =====================================================
+name                               labels   meaning
+=================================  =======  =====================================================
+``kvcmas:requests_total``          reason   agent requests by what happened to their span
+``kvcmas:prompt_tokens_total``     kind     prompt tokens: ``exact``, ``corrected``, ``computed``
+``kvcmas:predicted_kl``            --       histogram of the predicted KL of reused spans, nats
+``kvcmas:fallbacks_total``         --       internal failures that ended in a dense prefill
+``kvcmas:state_bytes``             part     bytes held: ``own_deltas``, ``estimators``
+=================================  =======  =====================================================
+
+Labels take values from closed lists only: a client cannot grow their number.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from kvcmas_sgl.radix_ext.cache import DeltaRadixCache
+    from kvcmas_sgl.radix_ext.decision import Report
+
+_KL_BUCKETS = (0.0001, 0.0003, 0.001, 0.003, 0.005, 0.01, 0.02, 0.05, 0.1, 0.3, 1.0)
+
+
+def export(cache: DeltaRadixCache) -> None:
+    """Export a cache's counters from this (the scheduler's) process."""
+    # prometheus_client picks its multi-process mode at import: SGLang has set it up by now.
+    from prometheus_client import Counter, Gauge, Histogram
+
+    requests = Counter("kvcmas:requests", "Agent requests by what happened to their span.", ["reason"])
+    tokens = Counter("kvcmas:prompt_tokens", "Prompt tokens of agent requests.", ["kind"])
+    predicted = Histogram("kvcmas:predicted_kl", "Predicted KL of reused spans, nats.", buckets=_KL_BUCKETS)
+    fallbacks = Counter("kvcmas:fallbacks", "Internal failures that ended in a dense prefill.")
+    state = Gauge("kvcmas:state_bytes", "Bytes held.", ["part"], multiprocess_mode="mostrecent")
+    counted = 0
+
+    def on_report(report: Report) -> None:
+        nonlocal counted
+        requests.labels(str(report.reason)).inc()
+        tokens.labels("exact").inc(report.exact_tokens)
+        tokens.labels("corrected").inc(report.corrected_tokens)
+        tokens.labels("computed").inc(report.computed_tokens)
+        if report.predicted_kl is not None and report.corrected_tokens:
+            predicted.observe(report.predicted_kl)
+        fallbacks.inc(cache.statistics.fallbacks - counted)
+        counted = cache.statistics.fallbacks
+        state.labels("own_deltas").set(cache.deltas.nbytes)
+        state.labels("estimators").set(cache.state_bytes - cache.deltas.nbytes)
+
+    cache.statistics.listeners.append(on_report)

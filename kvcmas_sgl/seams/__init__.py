@@ -1,0 +1,1 @@
+"""The places where SGLang is extended; each module touches one part of it."""

@@ -1,0 +1,56 @@
+"""Seam: SGLang's server arguments. Our flags, and the refusal of what is not supported."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from typing import Any
+
+from kvcmas_sgl.config import (
+    RADIX_CACHE_BACKEND,
+    KvcmasConfig,
+    add_flags,
+    config_from_arguments,
+    published_config,
+)
+from kvcmas_sgl.seams import install
+from kvcmas_sgl.support import UnsupportedSetupError, check_arguments, check_model
+
+_on_command_line = False
+
+
+def after_add_cli_args(result: None, parser: argparse.ArgumentParser) -> None:
+    """After ``ServerArgs.add_cli_args``."""
+    add_flags(parser)
+
+
+def before_from_cli_args(cls: type, args: argparse.Namespace) -> None:
+    """Before ``ServerArgs.from_cli_args``: publish our settings, and select our cache backend."""
+    global _on_command_line
+    config = config_from_arguments(args)
+    if config is not None:
+        _on_command_line = True
+        config.publish()
+        install.extend_server()
+
+
+def after_check_server_args(result: None, server_args: Any) -> None:
+    """After ``ServerArgs.check_server_args``: the arguments are resolved, no child process runs yet."""
+    from sglang.srt.arg_groups.overrides import resolving_view
+
+    arguments = resolving_view(server_args)
+    if arguments.radix_cache_backend != RADIX_CACHE_BACKEND:
+        return
+    if published_config() is None:
+        KvcmasConfig().publish()
+        install.extend_server()
+    install.check_complete()
+    try:
+        check_arguments(arguments)
+        from sglang.srt.configs.model_config import ModelConfig
+
+        check_model(ModelConfig.from_server_args(server_args))
+    except UnsupportedSetupError as error:
+        if _on_command_line:
+            sys.exit(str(error))
+        raise

@@ -1,0 +1,68 @@
+"""Seam: SGLang's radix-cache registry. Builds our cache for the pool and the model at hand."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from typing import Any
+
+from kvcmas_sgl.config import KvcmasConfig, published_config
+
+logger = logging.getLogger(__name__)
+
+
+def create(ctx: Any) -> Any:
+    """The factory that ``--radix-cache-backend kvcmas`` names; ``ctx`` is a ``TreeCacheBuildContext``."""
+    from sglang.srt.mem_cache.registry import create_unified_radix_cache
+    from sglang.srt.mem_cache.unified_cache.components import ComponentType
+
+    from kvcmas_sgl import metrics
+    from kvcmas_sgl.radix_ext.cache import DeltaRadixCache
+    from kvcmas_sgl.radix_ext.kv_view import KVView
+    from kvcmas_sgl.radix_ext.node_marks import DeltaFullComponent
+    from kvcmas_sgl.seams import install
+
+    install.extend_server()
+    install.check_complete()
+    config = published_config() or KvcmasConfig()
+    pool = ctx.params.token_to_kv_pool_allocator.get_kvcache()
+    view = KVView(pool.k_buffer, pool.v_buffer, rotary_table(ctx.tp_worker.model_runner.model))
+    ctx.params.component_registry_override = {ComponentType.FULL: DeltaFullComponent}
+    cache = create_unified_radix_cache(ctx, cache_class=functools.partial(DeltaRadixCache, config=config, view=view))
+    if ctx.params.enable_metrics:
+        metrics.export(cache)
+    logger.info(
+        "kvcmas is active: %s; layers=%d kv_heads=%d head_dim=%d dtype=%s",
+        config.summary(),
+        view.layers,
+        view.kv_heads,
+        view.head_dim,
+        view.dtype,
+    )
+    return cache
+
+
+def rotary_table(model: Any) -> Any:
+    """The rotary table that the model's layers use.
+
+    Raises `UnsupportedSetupError` when they use none, several, or one that is more than a rotation.
+    """
+    from sglang.srt.layers.rotary_embedding.base import RotaryEmbedding
+
+    from kvcmas_sgl.support import UnsupportedSetupError
+    from kvcmas_sgl.triton_kernels import RotaryTable
+
+    # SGLang shares one module among layers; classes that are no RotaryEmbedding still carry the word in their name.
+    found = {id(m): m for m in model.modules() if "RotaryEmbedding" in type(m).__name__}
+    if len(found) != 1:
+        raise UnsupportedSetupError(
+            f"the model has {len(found)} rotary embeddings, but --enable-kvcmas needs exactly one for all layers."
+        )
+    (module,) = found.values()
+    name = type(module).__name__
+    if not isinstance(module, RotaryEmbedding) or getattr(module, "mrope_section", None) is not None:
+        raise UnsupportedSetupError(f"{name} is not supported by --enable-kvcmas: it is not one-dimensional RoPE.")
+    try:
+        return RotaryTable.from_cos_sin_cache(module.cos_sin_cache, is_neox=module.is_neox_style)
+    except ValueError as error:
+        raise UnsupportedSetupError(f"{name} is not supported by --enable-kvcmas: {error}") from error

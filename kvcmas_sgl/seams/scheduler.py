@@ -1,0 +1,69 @@
+"""Seam: the scheduler process. Agent requests get their namespace; idle time is spent on learning."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from array import array
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from kvcmas_sgl.radix_ext.request import AgentRequest
+from kvcmas_sgl.radix_ext.sources import digest
+from kvcmas_sgl.seams.tokenizer import REPORT_KEY
+from kvcmas_sgl.wire import HintError, check_range, find_hint
+
+if TYPE_CHECKING:
+    from kvcmas_sgl.radix_ext.cache import DeltaRadixCache
+
+logger = logging.getLogger(__name__)
+
+# Unguessable, so that no client can name an agent's namespace in its own `extra_key`.
+_NAMESPACE = f"kvcmas:{secrets.token_hex(16)}:"
+
+
+def after_create_generation_req(req: Any, scheduler: Any, *args: Any, **kwargs: Any) -> None:
+    """After ``Scheduler._create_generation_req``: bind the hint, and move the request to its role's namespace."""
+    if _cache(scheduler) is None or req.kv_hints is None:
+        return
+    try:
+        hint = find_hint(req.kv_hints)
+        if hint is not None:
+            check_range(hint, len(req.origin_input_ids), "tokens")
+    except HintError as error:
+        # The tokenizer process refuses these; what still comes here came by another door.
+        logger.warning("kvcmas: the agent hint of request %s is ignored: %s", req.rid, error)
+        return
+    if hint is None:
+        return
+    scope = digest((req.extra_key or "").encode(), (req.cache_salt or "").encode())
+    request = AgentRequest.of(hint, array("q", req.origin_input_ids), scope)
+    req.kvcmas = request
+    req.extra_key = f"{_NAMESPACE}{digest(hint.role.encode())}:{req.extra_key or ''}"
+    req.customized_info = {REPORT_KEY: request.info}
+
+
+def around_on_idle(original: Callable[[Any], None], scheduler: Any) -> None:
+    """Around ``Scheduler.on_idle``: one learning step an idle round; sleep only when there is none left."""
+    cache = _cache(scheduler)
+    if cache is None or not scheduler.is_fully_idle() or not cache.learn_step():
+        original(scheduler)
+
+
+def after_get_internal_state(result: Any, scheduler: Any, *args: Any) -> None:
+    """After ``Scheduler.get_internal_state``: our totals, under ``kvcmas`` in ``/server_info``."""
+    cache = _cache(scheduler)
+    if cache is not None:
+        result.internal_state["kvcmas"] = cache.state()
+
+
+def after_is_request_level_key(result: bool, streamer: Any, key: str) -> bool:
+    """After ``is_request_level_customized_info_key``: our report is one per request, not one per token."""
+    return result or key == REPORT_KEY
+
+
+def _cache(scheduler: Any) -> DeltaRadixCache | None:
+    from kvcmas_sgl.radix_ext.cache import DeltaRadixCache
+
+    cache = getattr(scheduler, "tree_cache", None)
+    return cache if isinstance(cache, DeltaRadixCache) else None

@@ -1,0 +1,78 @@
+"""Seam: the tokenizer process. Agent hints are validated where a bad one can still become HTTP 400."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from sglang.srt.managers.kv_hints import KvHintsEnvelope
+from sglang.srt.runtime_context import get_memory
+
+from kvcmas_sgl.config import RADIX_CACHE_BACKEND, published_config
+from kvcmas_sgl.wire import ACTION_TYPE, AgentHint, HintError, Span, check_range, find_hint, to_token_spans
+
+REPORT_KEY = "kvcmas"
+
+
+def after_validate_one_request(result: None, manager: Any, obj: Any, input_ids: list[int]) -> None:
+    """After ``TokenizerManager._validate_one_request``: check the hint, and turn its marks into tokens.
+
+    Raises `HintError` (a ValueError, which SGLang answers with HTTP 400).
+    """
+    envelope = getattr(obj, "kv_hints", None)
+    if envelope is None or get_memory().radix_cache_backend != RADIX_CACHE_BACKEND:
+        return
+    hint = find_hint(envelope)
+    if hint is None:
+        return
+    config = published_config()
+    for field in ("policy", "estimator"):
+        if getattr(hint, field) is not None and not (config and config.allow_overrides):
+            raise HintError(
+                f"{field} is {getattr(hint, field)!r}, but this server runs without --kvcmas-allow-overrides."
+            )
+    if obj.contains_mm_input():
+        raise HintError(f"{ACTION_TYPE} is not supported for prompts with images, video or audio.")
+    if hint.unit == "char":
+        hint = _in_tokens(manager, obj, hint, input_ids)
+    check_range(hint, len(input_ids), "tokens")
+    obj.kv_hints = _with_payload(envelope, hint)
+
+
+def after_update_meta_info(result: None, manager: Any, meta_info: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+    """After ``TokenizerManager.update_request_meta_info``: one report per request, not a list of one."""
+    report = meta_info.get(REPORT_KEY)
+    if isinstance(report, list):
+        meta_info[REPORT_KEY] = report[0] if report else None
+
+
+def _in_tokens(manager: Any, obj: Any, hint: AgentHint, input_ids: list[int]) -> AgentHint:
+    text = obj.text
+    if not isinstance(text, str):
+        raise HintError("unit is 'char', but the request has no text: mark spans of input_ids in tokens.")
+    check_range(hint, len(text), "characters")
+    return AgentHint(
+        role=hint.role,
+        spans=_token_spans(manager.tokenizer, text, input_ids, hint.spans),
+        workflow=hint.workflow,
+        reuse=hint.reuse,
+        policy=hint.policy,
+        estimator=hint.estimator,
+    )
+
+
+def _token_spans(tokenizer: Any, text: str, input_ids: list[int], spans: tuple[Span, ...]) -> tuple[Span, ...]:
+    if not getattr(tokenizer, "is_fast", False):
+        raise HintError("unit is 'char', but this model's tokenizer reports no offsets: mark spans in tokens.")
+    encoding = tokenizer(text, return_offsets_mapping=True)
+    if list(encoding["input_ids"]) != list(input_ids):
+        raise HintError("unit is 'char', but the prompt's tokens are not those of its text: mark spans in tokens.")
+    return to_token_spans(spans, encoding["offset_mapping"])
+
+
+def _with_payload(envelope: KvHintsEnvelope, hint: AgentHint) -> KvHintsEnvelope:
+    actions = [
+        msgspec.structs.replace(action, payload=hint.payload()) if action.action_type == ACTION_TYPE else action
+        for action in envelope.actions
+    ]
+    return msgspec.structs.replace(envelope, actions=actions)

@@ -1,0 +1,206 @@
+"""Wire format of the agent hint: which role asks, and which part of its prompt is shared.
+
+The hint is one action in SGLang's ``kv_hints`` envelope (``/generate`` and ``Engine.generate``)::
+
+    {"protocol_version": "1", "message_id": "...", "actions": [
+        {"action_id": "...", "action_type": "kvcmas.agent", "action_version": "1",
+         "payload": {"role": "critic", "unit": "token", "spans": [[31, 2080]], "workflow": "w-7"}}]}
+
+Payload fields:
+
+``role``      name of the agent, 1 to 256 characters.
+``spans``     ``[start, end)`` marks of shared text in the prompt: ascending, not empty, not overlapping.
+``unit``      ``token`` (offsets into ``input_ids``; default) or ``char`` (offsets into ``text``).
+``workflow``  optional name of the run that this request belongs to.
+``reuse``     ``auto`` (default) or ``never``: prefill this request densely, and let it replace corrected KV.
+``policy``, ``estimator``  overrides of the server's settings, where it allows them (``--kvcmas-allow-overrides``).
+
+Other actions in the envelope are ignored, as SGLang's contract says. This module imports no SGLang.
+"""
+
+from __future__ import annotations
+
+import uuid
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+from kvcmas_sgl.config import EstimatorName, Policy
+
+ACTION_TYPE = "kvcmas.agent"
+ACTION_VERSION = "1"
+PROTOCOL_VERSION = "1"
+MAX_SPANS = 64
+MAX_NAME_CHARS = 256
+
+Unit = Literal["token", "char"]
+Reuse = Literal["auto", "never"]
+Span = tuple[int, int]
+
+_FIELDS = ("role", "spans", "unit", "workflow", "reuse", "policy", "estimator")
+
+
+class HintError(ValueError):
+    """A malformed agent hint; the message is one sentence that names field, value and what is allowed."""
+
+
+@dataclass(frozen=True)
+class AgentHint:
+    """A validated hint. ``spans`` are ascending, disjoint and non-empty ``[start, end)`` pairs in ``unit``s."""
+
+    role: str
+    spans: tuple[Span, ...]
+    unit: Unit = "token"
+    workflow: str | None = None
+    reuse: Reuse = "auto"
+    policy: Policy | None = None
+    estimator: EstimatorName | None = None
+
+    def payload(self) -> dict[str, Any]:
+        """The JSON form; optional fields that are not set are left out."""
+        values: dict[str, Any] = {
+            "role": self.role,
+            "unit": self.unit,
+            "spans": [list(span) for span in self.spans],
+            "reuse": self.reuse,
+        }
+        for name in ("workflow", "policy", "estimator"):
+            if getattr(self, name) is not None:
+                values[name] = getattr(self, name)
+        return values
+
+
+def agent_hint(
+    role: str,
+    spans: Iterable[Sequence[int]],
+    unit: Unit = "token",
+    workflow: str | None = None,
+    reuse: Reuse | None = None,
+    policy: Policy | None = None,
+    estimator: EstimatorName | None = None,
+) -> dict[str, Any]:
+    """Build the ``kv_hints`` envelope for one request.
+
+    Parameters are the payload fields of the module's docstring. Raises `HintError` on bad values.
+    """
+    values = {
+        "role": role,
+        "spans": [list(span) for span in spans],
+        "unit": unit,
+        "workflow": workflow,
+        "reuse": reuse,
+        "policy": policy,
+        "estimator": estimator,
+    }
+    return hint_envelope(parse_payload({name: value for name, value in values.items() if value is not None}))
+
+
+def hint_envelope(hint: AgentHint) -> dict[str, Any]:
+    """Wrap a validated hint in SGLang's envelope."""
+    action = {
+        "action_id": uuid.uuid4().hex,
+        "action_type": ACTION_TYPE,
+        "action_version": ACTION_VERSION,
+        "payload": hint.payload(),
+    }
+    return {"protocol_version": PROTOCOL_VERSION, "message_id": uuid.uuid4().hex, "actions": [action]}
+
+
+def find_hint(envelope: Any) -> AgentHint | None:
+    """The agent hint in a typed ``KvHintsEnvelope``, or None when it holds none.
+
+    Raises `HintError` for an unknown version, a malformed payload or more than one agent action.
+    """
+    actions = [action for action in getattr(envelope, "actions", ()) if action.action_type == ACTION_TYPE]
+    if not actions:
+        return None
+    if len(actions) > 1:
+        raise HintError(f"kv_hints holds {len(actions)} {ACTION_TYPE} actions, but one request has one agent.")
+    version = actions[0].action_version
+    if version != ACTION_VERSION:
+        raise HintError(f"{ACTION_TYPE} action_version is {version!r}, but must be {ACTION_VERSION!r}.")
+    return parse_payload(actions[0].payload)
+
+
+def parse_payload(payload: Mapping[str, Any]) -> AgentHint:
+    """Validate a payload (see the module's docstring). Raises `HintError`."""
+    for name in payload:
+        if name not in _FIELDS:
+            raise HintError(f"unknown field {_shown(name)} in {ACTION_TYPE}; known are {', '.join(_FIELDS)}.")
+    return AgentHint(
+        role=_name(payload, "role"),
+        spans=_spans(payload.get("spans", [])),
+        unit=_choice(payload, "unit", get_args(Unit)) or "token",
+        workflow=_name(payload, "workflow") if payload.get("workflow") is not None else None,
+        reuse=_choice(payload, "reuse", get_args(Reuse)) or "auto",
+        policy=_choice(payload, "policy", get_args(Policy)),
+        estimator=_choice(payload, "estimator", get_args(EstimatorName)),
+    )
+
+
+def check_range(hint: AgentHint, length: int, what: str) -> None:
+    """Raise `HintError` when a span ends after ``length`` (the prompt's size in the hint's unit)."""
+    if hint.spans and hint.spans[-1][1] > length:
+        start, end = hint.spans[-1]
+        raise HintError(f"span [{start}, {end}) ends after the prompt, which has {length} {what}.")
+
+
+def to_token_spans(spans: Sequence[Span], offsets: Sequence[Span]) -> tuple[Span, ...]:
+    """Turn character spans into token spans: the tokens that lie wholly inside.
+
+    ``offsets`` are each token's ``[start, end)`` characters as a fast tokenizer reports them. A token that
+    straddles a border belongs to the agent's own text; a span without a whole token is dropped.
+    """
+    starts = [start for start, _ in offsets]
+    ends = [end for _, end in offsets]
+    result = []
+    for start, end in spans:
+        # Special tokens have empty offsets (0, 0), before every border.
+        first = bisect_left(starts, start)
+        last = bisect_right(ends, end)
+        if first < last:
+            result.append((first, last))
+    return tuple(result)
+
+
+def _spans(value: Any) -> tuple[Span, ...]:
+    if not isinstance(value, (list, tuple)):
+        raise HintError(f"spans is {_shown(value)}, but must be a list of [start, end) pairs.")
+    if len(value) > MAX_SPANS:
+        raise HintError(f"spans holds {len(value)} spans, but at most {MAX_SPANS} are allowed.")
+    spans: list[Span] = []
+    for item in value:
+        pair = isinstance(item, (list, tuple)) and len(item) == 2
+        if not pair or not all(isinstance(mark, int) and not isinstance(mark, bool) for mark in item):
+            raise HintError(f"span {_shown(item)} must be a pair of integers [start, end).")
+        start, end = item
+        if not 0 <= start < end:
+            raise HintError(f"span [{start}, {end}) must satisfy 0 <= start < end.")
+        if end >= 1 << 31:
+            raise HintError(f"span [{start}, {end}) ends beyond {1 << 31}, the largest mark allowed.")
+        if spans and start < spans[-1][1]:
+            raise HintError(
+                f"span [{start}, {end}) overlaps or precedes [{spans[-1][0]}, {spans[-1][1]}): spans must ascend."
+            )
+        spans.append((start, end))
+    return tuple(spans)
+
+
+def _name(payload: Mapping[str, Any], field: str) -> str:
+    value = payload.get(field)
+    if not isinstance(value, str) or not value.strip() or len(value) > MAX_NAME_CHARS:
+        raise HintError(f"{field} is {_shown(value)}, but must be a text of 1 to {MAX_NAME_CHARS} characters.")
+    return value
+
+
+def _choice(payload: Mapping[str, Any], field: str, allowed: tuple[str, ...]) -> Any:
+    value = payload.get(field)
+    if value is not None and value not in allowed:
+        raise HintError(f"{field} is {_shown(value)}, but must be one of {', '.join(allowed)}.")
+    return value
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."

@@ -1,0 +1,47 @@
+"""Rotate only (FullShared in the literature): the control that learns nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from kvcmas_sgl.triton_kernels import ZERO_DELTA, Delta
+
+from .base import Edge, Estimator, Observation, check_observation
+
+
+class NoneEstimator(Estimator):
+    """Predicts a zero delta for every edge; counts spans and holds no tensor."""
+
+    name = "none"
+
+    def __init__(self, layers: int, kv_heads: int, head_dim: int) -> None:
+        self._layers, self._width = layers, kv_heads * head_dim
+        self._spans: dict[Edge, int] = {}
+
+    def observe(self, edge: Edge, obs: Observation) -> None:
+        check_observation(obs, self._layers, self._width)
+
+    def finish(self, edge: Edge) -> None:
+        self._spans[edge] = self.spans_seen(edge) + 1
+
+    def predict(self, edge: Edge) -> Delta | None:
+        return ZERO_DELTA
+
+    def spans_seen(self, edge: Edge) -> int:
+        return self._spans.get(edge, 0)
+
+    @property
+    def state_bytes(self) -> int:
+        return 0
+
+    def edge_bytes(self, edge: Edge) -> int:
+        return 0
+
+    def edges(self) -> Iterable[Edge]:
+        return tuple(self._spans)
+
+    def drop(self, edge: Edge) -> None:
+        self._spans.pop(edge, None)
+
+    def drop_namespace(self, namespace: str) -> None:
+        self._spans = {edge: spans for edge, spans in self._spans.items() if edge.namespace != namespace}

@@ -1,0 +1,69 @@
+"""The KV pool as the correction sees it: buffers by layer, and rows in the canonical (pre-RoPE) frame."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from kvcmas_sgl.triton_kernels import RotaryTable, rotate
+from torch import Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class SampledRows:
+    """Copies of some rows of one sequence: K after RoPE and V, pool dtype ``[L, n, H, d]``; positions int64 [n]."""
+
+    k: Tensor
+    v: Tensor
+    positions: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class KVView:
+    """Buffers ``[slots, H, d]`` per layer (D = H * d), and the model's own rotary table."""
+
+    k_buffers: Sequence[Tensor]
+    v_buffers: Sequence[Tensor]
+    table: RotaryTable
+
+    @property
+    def layers(self) -> int:
+        return len(self.k_buffers)
+
+    @property
+    def kv_heads(self) -> int:
+        return self.k_buffers[0].shape[1]
+
+    @property
+    def head_dim(self) -> int:
+        return self.k_buffers[0].shape[2]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.k_buffers[0].dtype
+
+    def sample(self, slots: Tensor, start: int, t: Tensor) -> SampledRows:
+        """Copy rows ``t`` (int64 [n]) of a span whose slots are ``slots`` and whose first position is ``start``."""
+        picked = slots.index_select(0, t)
+        return SampledRows(
+            k=torch.stack([buffer.index_select(0, picked) for buffer in self.k_buffers]),
+            v=torch.stack([buffer.index_select(0, picked) for buffer in self.v_buffers]),
+            positions=t + start,
+        )
+
+    def canonical(self, k: Tensor, v: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Pre-RoPE K and V, fp32 ``[..., n, D]``, from pool rows ``[..., n, H, d]``."""
+        return rotate(k, positions, self.table, inverse=True).flatten(-2), v.float().flatten(-2)
+
+    def rows(self, layers: slice, slots: Tensor, start: int) -> tuple[Tensor, Tensor]:
+        """Canonical K and V, fp32 ``[l, n, D]``, of consecutive positions from ``start`` on."""
+        positions = torch.arange(start, start + slots.shape[0], device=slots.device)
+        k = torch.stack([buffer.index_select(0, slots) for buffer in self.k_buffers[layers]])
+        v = torch.stack([buffer.index_select(0, slots) for buffer in self.v_buffers[layers]])
+        return self.canonical(k, v, positions)
+
+    def copy_rows(self, source: Tensor, target: Tensor) -> None:
+        """Copy whole rows of every layer between slots (int64 [n] each, disjoint)."""
+        for buffer in (*self.k_buffers, *self.v_buffers):
+            buffer.index_copy_(0, target, buffer.index_select(0, source))

@@ -1,0 +1,52 @@
+"""Low-rank factors of measured deltas: a randomised range finder.
+
+Halko, Martinsson, Tropp, "Finding structure with randomness", SIAM Review 53(2), 2011, algorithms 4.4 and 5.1: sketch
+the range with a Gaussian test matrix, sharpen it with power iterations, orthonormalise, project.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+_SEED = 20_110_601
+_OVERSAMPLE = 8
+_POWER_ITERATIONS = 2
+
+
+def factor(matrix: Tensor, rank: int) -> tuple[Tensor, Tensor]:
+    """(left [..., n, r], right [..., r, D]), fp32, with left @ right close to ``matrix``, fp32 [..., n, D].
+
+    r = min(rank, n, D). At r = min(n, D) the product equals the matrix up to fp32 rounding. ``left`` has orthonormal
+    columns. The same matrix always gives the same factors. Raises ValueError if ``rank`` < 1 or the matrix holds NaN
+    or Inf.
+    """
+    if rank < 1:
+        raise ValueError(f"rank is {rank}: it must be at least 1")
+    if matrix.ndim < 2:
+        raise ValueError(f"matrix is {list(matrix.shape)}: it must be [..., n, D]")
+    matrix = matrix.float()
+    if not torch.isfinite(matrix).all():
+        raise ValueError("matrix holds NaN or Inf: only finite deltas can be factored")
+    n, width = matrix.shape[-2:]
+    full = min(n, width)
+    rank = min(rank, full)
+    if full == 0:
+        return matrix.new_zeros(*matrix.shape[:-1], 0), matrix.new_zeros(*matrix.shape[:-2], 0, width)
+    if rank == n:
+        # The identity is an exact basis of all rows, and an orthonormal one.
+        eye = torch.eye(n, device=matrix.device).expand(*matrix.shape[:-2], n, n)
+        return eye.contiguous(), matrix.clone()
+    sketch = min(rank + _OVERSAMPLE, full)
+    generator = torch.Generator().manual_seed(_SEED)
+    test = torch.randn(width, sketch, generator=generator).to(matrix.device)
+    basis = torch.linalg.qr(matrix @ test).Q
+    for _ in range(_POWER_ITERATIONS):
+        # QR between the two products: without it the small singular directions drown in fp32 rounding.
+        basis = torch.linalg.qr(matrix @ torch.linalg.qr(matrix.mT @ basis).Q).Q
+    right = basis.mT @ matrix
+    if sketch == rank:
+        return basis, right
+    # Best rank-r part of the sketch, from the small Gram matrix of its rows.
+    rotation = torch.linalg.eigh((right @ right.mT).double()).eigenvectors[..., -rank:].flip(-1).float()
+    return basis @ rotation, rotation.mT @ right

@@ -1,0 +1,43 @@
+"""Counters of what the cache did, apart from the logic that does it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvcmas_sgl.radix_ext.decision import Report
+
+
+@dataclass
+class Statistics:
+    """Totals since start. Seconds are wall clock of the scheduler's thread."""
+
+    requests: int = 0
+    exact_tokens: int = 0
+    corrected_tokens: int = 0
+    computed_tokens: int = 0
+    reasons: Counter[str] = field(default_factory=Counter)
+    fallbacks: int = 0
+    spans_learned: int = 0
+    jobs_dropped: int = 0
+    match_seconds: float = 0.0
+    place_seconds: float = 0.0
+    learn_seconds: float = 0.0
+    listeners: list[Callable[[Report], None]] = field(default_factory=list, repr=False)
+
+    def record(self, report: Report) -> None:
+        """Count one request's outcome and tell the listeners."""
+        self.requests += 1
+        self.exact_tokens += report.exact_tokens
+        self.corrected_tokens += report.corrected_tokens
+        self.computed_tokens += report.computed_tokens
+        self.reasons[str(report.reason)] += 1
+        for listener in self.listeners:
+            listener(report)
+
+    def as_dict(self) -> dict[str, Any]:
+        values = {name: value for name, value in vars(self).items() if name != "listeners"}
+        values["reasons"] = dict(self.reasons)
+        return values

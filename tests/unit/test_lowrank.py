@@ -1,0 +1,79 @@
+"""The randomised range finder against exact singular values."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvcmas_sgl.radix_ext.lowrank import factor
+
+
+def error(matrix: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    return (matrix.double() - left.double() @ right.double()).flatten(-2).norm(dim=-1)
+
+
+def draw(seed: int, *shape: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 999), st.integers(1, 20), st.integers(1, 20), st.integers(0, 5))
+def test_full_rank_is_exact(seed: int, n: int, width: int, more: int) -> None:
+    matrix = draw(seed, 2, n, width)
+    left, right = factor(matrix, min(n, width) + more)
+    assert left.shape == (2, n, min(n, width)) and right.shape == (2, min(n, width), width)
+    assert (error(matrix, left, right) <= 1e-5 * matrix.double().flatten(-2).norm(dim=-1)).all()
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(0, 999), st.integers(1, 6))
+def test_a_matrix_of_lower_rank_is_recovered(seed: int, rank: int) -> None:
+    matrix = draw(seed, 3, 60, rank) @ draw(seed + 1, 3, rank, 40)
+    left, right = factor(matrix, rank)
+    assert (error(matrix, left, right) <= 1e-5 * matrix.double().flatten(-2).norm(dim=-1)).all()
+
+
+@pytest.mark.parametrize("rank", [1, 4, 16, 31])
+def test_close_to_the_best_approximation(rank: int) -> None:
+    """Eckart-Young: no rank-r matrix is closer than the tail of the singular values."""
+    u, v = torch.linalg.qr(draw(1, 200, 48)).Q, torch.linalg.qr(draw(2, 48, 48)).Q
+    values = 1.0 / (1 + torch.arange(48))
+    matrix = (u * values) @ v.mT
+    best = values[rank:].double().square().sum().sqrt()
+    got = error(matrix, *factor(matrix, rank))
+    assert best * (1 - 1e-5) <= got <= best * 1.05
+
+
+def test_left_columns_are_orthonormal_and_the_result_repeats() -> None:
+    matrix = draw(3, 4, 100, 32)
+    left, right = factor(matrix, 8)
+    assert (left.mT @ left - torch.eye(8)).abs().max() < 1e-5
+    torch.manual_seed(99)
+    again = factor(matrix, 8)
+    assert torch.equal(left, again[0]) and torch.equal(right, again[1])
+
+
+def test_every_matrix_of_a_batch_is_factored_by_itself() -> None:
+    matrix = draw(4, 2, 3, 50, 24)
+    left, right = factor(matrix, 5)
+    assert left.shape == (2, 3, 50, 5) and right.shape == (2, 3, 5, 24)
+    alone = factor(matrix[1, 2], 5)
+    assert torch.allclose(left[1, 2] @ right[1, 2], alone[0] @ alone[1], atol=1e-4)
+
+
+def test_zeros_and_empty_matrices() -> None:
+    left, right = factor(torch.zeros(2, 30, 12), 4)
+    assert torch.equal(left @ right, torch.zeros(2, 30, 12))
+    left, right = factor(torch.zeros(2, 0, 12), 4)
+    assert left.shape == (2, 0, 0) and right.shape == (2, 0, 12)
+
+
+def test_bad_input_is_refused() -> None:
+    with pytest.raises(ValueError, match="rank is 0"):
+        factor(torch.zeros(3, 3), 0)
+    with pytest.raises(ValueError, match="matrix is"):
+        factor(torch.zeros(3), 1)
+    with pytest.raises(ValueError, match="NaN"):
+        factor(torch.full((3, 3), float("nan")), 1)

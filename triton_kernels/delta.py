@@ -1,0 +1,173 @@
+"""What is added to a source's KV: deltas in the canonical (pre-RoPE) frame.
+
+The delta of an edge is ``dK = unrope(K_consumer) - unrope(K_source)``, ``dV = V_consumer - V_source``, one pair of
+[n, D] matrices a layer with D = KV heads x head dim. Layer 0 depends on the token alone, so its delta is zero and
+no delta is ever asked for it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+
+@runtime_checkable
+class Delta(Protocol):
+    """A correction that can be evaluated for any rows of a span."""
+
+    @property
+    def layers(self) -> int:
+        """Number of layers, layer 0 included."""
+        ...
+
+    @property
+    def width(self) -> int:
+        """D, KV heads x head dim."""
+        ...
+
+    @property
+    def extent(self) -> tuple[int, int] | None:
+        """Span offsets [first, end) that it covers, or None if it covers every offset."""
+        ...
+
+    def rows(self, layer: int, t: Tensor, base_k: Tensor, base_v: Tensor) -> tuple[Tensor, Tensor]:
+        """(dK, dV), fp32 [n, D], of ``layer`` >= 1 at span offsets ``t``, int64 [n].
+
+        ``base_k`` (canonical) and ``base_v`` are the source's rows there, fp32 [n, D].
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class ZeroDelta:
+    """Rotate only: the source's KV is moved and nothing is added."""
+
+    @property
+    def layers(self) -> int:
+        return 0
+
+    @property
+    def width(self) -> int:
+        return 0
+
+    @property
+    def extent(self) -> tuple[int, int] | None:
+        return None
+
+    def rows(self, layer: int, t: Tensor, base_k: Tensor, base_v: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.zeros_like(base_k), torch.zeros_like(base_v)
+
+
+ZERO_DELTA = ZeroDelta()
+
+
+@dataclass(frozen=True)
+class LowRankDelta:
+    """A measured delta, factored: dK = left_k @ right_k, dV = left_v @ right_v, layer by layer.
+
+    left_*: [L, n, r]; right_*: [L, r, D]; any floating dtype (products are formed in fp32). Row ``i`` belongs to span
+    offset ``start + i``. What the tensors hold for layer 0 is ignored.
+    """
+
+    left_k: Tensor
+    right_k: Tensor
+    left_v: Tensor
+    right_v: Tensor
+    start: int = 0
+
+    def __post_init__(self) -> None:
+        for name, left, right in (("k", self.left_k, self.right_k), ("v", self.left_v, self.right_v)):
+            fits = left.ndim == right.ndim == 3 and left.shape[0] == right.shape[0] and left.shape[2] == right.shape[1]
+            if not fits:
+                raise ValueError(
+                    f"left_{name} is {list(left.shape)} and right_{name} {list(right.shape)}: "
+                    "they must be [L, n, r] and [L, r, D]"
+                )
+        if self.left_k.shape[:2] != self.left_v.shape[:2] or self.right_k.shape[2] != self.right_v.shape[2]:
+            raise ValueError("left_k, left_v (and right_k, right_v) must agree in layers, rows and width")
+
+    @property
+    def layers(self) -> int:
+        return self.left_k.shape[0]
+
+    @property
+    def width(self) -> int:
+        return self.right_k.shape[2]
+
+    @property
+    def extent(self) -> tuple[int, int] | None:
+        return self.start, self.start + self.left_k.shape[1]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.nbytes for part in (self.left_k, self.right_k, self.left_v, self.right_v))
+
+    def rows(self, layer: int, t: Tensor, base_k: Tensor, base_v: Tensor) -> tuple[Tensor, Tensor]:
+        at = t - self.start if self.start else t
+        return _product(self.left_k, self.right_k, layer, at), _product(self.left_v, self.right_v, layer, at)
+
+
+def _product(left: Tensor, right: Tensor, layer: int, at: Tensor) -> Tensor:
+    return left[layer].index_select(0, at).float() @ right[layer].float()
+
+
+@dataclass(frozen=True)
+class AffineDelta:
+    """A predicted delta: for each layer an affine map of the source's own features, modulated by the span offset.
+
+    With x = [base_k, base_v] in R^2D and z = x @ project + shift in R^m,
+        [dK, dV](t) = sum_j g_j(t) ([z, 1] @ weight_j),   g_0(t) = 1,   g_j(t) = (1 + t / decays[j-1])^-1.
+
+    project: fp32 [L, 2D, m]; shift: fp32 [L, m]; weight: fp32 [L, J, m + 1, 2D] with J = 1 + len(decays).
+    What the tensors hold for layer 0 is ignored.
+    """
+
+    project: Tensor
+    shift: Tensor
+    weight: Tensor
+    decays: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        layers, wide, m = self.project.shape
+        want = (layers, 1 + len(self.decays), m + 1, wide)
+        if tuple(self.weight.shape) != want or tuple(self.shift.shape) != (layers, m):
+            raise ValueError(
+                f"project is {list(self.project.shape)}, shift {list(self.shift.shape)}, weight "
+                f"{list(self.weight.shape)}: they must be [L, 2D, m], [L, m] and [L, 1 + decays, m + 1, 2D]"
+            )
+
+    @property
+    def layers(self) -> int:
+        return self.project.shape[0]
+
+    @property
+    def width(self) -> int:
+        return self.project.shape[1] // 2
+
+    @property
+    def extent(self) -> tuple[int, int] | None:
+        return None
+
+    def rows(self, layer: int, t: Tensor, base_k: Tensor, base_v: Tensor) -> tuple[Tensor, Tensor]:
+        project = self.project[layer]
+        z = torch.addmm(self.shift[layer], base_k, project[: self.width]).addmm_(base_v, project[self.width :])
+        both = features(z, t, self.decays) @ self.weight[layer].flatten(0, 1)
+        return both[:, : self.width], both[:, self.width :]
+
+
+def modulation(t: Tensor, decays: tuple[float, ...]) -> Tensor:
+    """g(t), fp32 [n, 1 + len(decays)], of offsets ``t`` [n]: 1, then 1 / (1 + t / decay)."""
+    ones = torch.ones(t.shape[0], 1, dtype=torch.float32, device=t.device)
+    if not decays:
+        return ones
+    scale = torch.tensor(decays, dtype=torch.float32, device=t.device)
+    return torch.cat([ones, 1 / (1 + t.float()[:, None] / scale)], dim=1)
+
+
+def features(z: Tensor, t: Tensor, decays: tuple[float, ...]) -> Tensor:
+    """g(t) (x) [z, 1], fp32 [..., n, J (m + 1)], of ``z`` [..., n, m] and offsets ``t`` [n]."""
+    augmented = torch.cat([z, z.new_ones(*z.shape[:-1], 1)], dim=-1)
+    return (modulation(t, decays)[:, :, None] * augmented.unsqueeze(-2)).flatten(-2)
