@@ -113,7 +113,7 @@ class ServerProcess:
             start_new_session=True,
         )
 
-    def wait_ready(self, timeout_s: float = 240.0) -> float:
+    def wait_ready(self, timeout_s: float = 300.0) -> float:
         """Wait until the server has answered a request of its own; returns the seconds waited.
 
         Raises:
