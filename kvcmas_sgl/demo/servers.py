@@ -137,10 +137,11 @@ class ServerProcess:
             raise ServerError(f"{self.name} exited with code {code}.{self._log_tail()}")
 
     def stop(self) -> None:
-        """End the process group: SIGTERM, and SIGKILL for whatever is left; does nothing twice."""
+        """End the server as Ctrl-C would, and kill what is left of its process group; does nothing twice."""
         process, self._process = self._process, None
         if process is not None:
-            _signal_group(process.pid, signal.SIGTERM)
+            # To the parent alone: it ends its children, which it would otherwise report as crashed.
+            process.send_signal(signal.SIGINT)
             deadline = time.monotonic() + _GRACE_S
             while _group_exists(process.pid) and time.monotonic() < deadline:
                 process.poll()

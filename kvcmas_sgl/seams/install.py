@@ -42,7 +42,7 @@ def extend_server() -> None:
     from kvcmas_sgl.seams import scheduler, tokenizer
 
     _register(f"{_TOKENIZER}._validate_one_request", tokenizer.after_validate_one_request, HookType.AFTER)
-    _register(f"{_TOKENIZER}.update_request_meta_info", tokenizer.after_update_meta_info, HookType.AFTER)
+    _register(f"{_TOKENIZER}._wait_one_response", tokenizer.around_wait_one_response, HookType.AROUND)
     _register(f"{_SCHEDULER}._create_generation_req", scheduler.after_create_generation_req, HookType.AFTER)
     _register(f"{_SCHEDULER}.on_idle", scheduler.around_on_idle, HookType.AROUND)
     _register(f"{_SCHEDULER}.get_internal_state", scheduler.after_get_internal_state, HookType.AFTER)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import msgspec
@@ -39,11 +40,20 @@ def after_validate_one_request(result: None, manager: Any, obj: Any, input_ids: 
     obj.kv_hints = _with_payload(envelope, hint)
 
 
-def after_update_meta_info(result: None, manager: Any, meta_info: dict[str, Any], *args: Any, **kwargs: Any) -> None:
-    """After ``TokenizerManager.update_request_meta_info``: one report per request, not a list of one."""
-    report = meta_info.get(REPORT_KEY)
-    if isinstance(report, list):
-        meta_info[REPORT_KEY] = report[0] if report else None
+async def around_wait_one_response(
+    original: Callable[..., AsyncIterator[Any]], manager: Any, *args: Any, **kwargs: Any
+) -> AsyncIterator[Any]:
+    """Around ``TokenizerManager._wait_one_response``: one report per request, not a list as for each token."""
+    async for out in original(manager, *args, **kwargs):
+        meta_info = out.get("meta_info", {})
+        report = meta_info.get(REPORT_KEY)
+        if isinstance(report, list):
+            # Incremental streams cut per-token lists: only their first chunk still holds the report.
+            if report:
+                meta_info[REPORT_KEY] = report[0]
+            else:
+                del meta_info[REPORT_KEY]
+        yield out
 
 
 def _in_tokens(manager: Any, obj: Any, hint: AgentHint, input_ids: list[int]) -> AgentHint:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-
 from kvcmas_sgl.radix_ext.delta_store import DeltaStore, Factors, Rows, join
 
 L, R, D = 2, 3, 8

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 
 import pytest
-
 from kvcmas_sgl.radix_ext.decision import Plan, Reason, Refusal
 from kvcmas_sgl.radix_ext.estimators import Edge, make_estimator
 from kvcmas_sgl.radix_ext.gate import KL_PER_SQUARED_ERROR, MIN_PAIRS, Gate

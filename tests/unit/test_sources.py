@@ -6,7 +6,6 @@ from array import array
 
 from hypothesis import given
 from hypothesis import strategies as st
-
 from kvcmas_sgl.radix_ext.sources import MAX_SOURCES_PER_CONTENT, Agent, Source, SourceIndex, content_key
 
 
