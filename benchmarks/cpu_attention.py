@@ -26,13 +26,13 @@ from kvcmas_sgl.cpu.environment import prepare_environment
 
 prepare_environment()
 
-import torch
-from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
-from sglang.srt.layers.radix_attention import RadixAttention
-from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
-from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
+import torch  # noqa: E402
+from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend  # noqa: E402
+from sglang.srt.layers.radix_attention import RadixAttention  # noqa: E402
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool  # noqa: E402
+from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode  # noqa: E402
 
-from kvcmas_sgl.cpu.attention import CpuAttnBackend
+from kvcmas_sgl.cpu.attention import CpuAttnBackend  # noqa: E402
 
 HEADS, KV_HEADS, HEAD_DIM, MODEL_LAYERS = 9, 3, 64, 30
 BACKENDS: dict[str, type[TorchNativeAttnBackend]] = {
@@ -152,7 +152,7 @@ def table(rows: list[Row]) -> str:
     for row in rows:
         whole = [ms * MODEL_LAYERS / 1e3 for ms in (row.torch_native_ms, row.kvcmas_cpu_ms)]
         lines.append(
-            f"{row.case.name:34} {row.torch_native_ms:14.3f} {row.kvcmas_cpu_ms:14.3f} {row.ratio:6.1f}x"
+            f"{row.case.name:34} {row.torch_native_ms:14.3f} {row.kvcmas_cpu_ms:14.3f} {row.ratio:6.2f}x"
             f" {whole[0]:7.2f} -> {whole[1]:5.2f}"
         )
     return "\n".join(lines)

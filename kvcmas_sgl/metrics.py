@@ -47,6 +47,6 @@ def export(cache: DeltaRadixCache) -> None:
         fallbacks.inc(cache.statistics.fallbacks - counted)
         counted = cache.statistics.fallbacks
         state.labels("own_deltas").set(cache.deltas.nbytes)
-        state.labels("estimators").set(cache.state_bytes - cache.deltas.nbytes)
+        state.labels("estimators").set(cache.learner.state_bytes - cache.deltas.nbytes)
 
     cache.statistics.listeners.append(on_report)

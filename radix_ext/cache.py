@@ -15,30 +15,25 @@ from __future__ import annotations
 import logging
 import time
 from array import array
-from collections import deque
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
 from kvcmas_sgl.radix_ext.decision import Plan, Reason
-from kvcmas_sgl.radix_ext.delta_store import Rows
 from kvcmas_sgl.radix_ext.estimators import ESTIMATORS, make_estimator
 from kvcmas_sgl.radix_ext.gate import Gate
 from kvcmas_sgl.radix_ext.harvest import Harvester, HarvestJob
 from kvcmas_sgl.radix_ext.kv_view import KVView
+from kvcmas_sgl.radix_ext.learner import Learner
 from kvcmas_sgl.radix_ext.node_marks import (
     DeltaFullComponent,
     Provenance,
-    get_delta,
     mark_corrected,
     mark_exact,
-    path_to,
-    provenance,
-    set_delta,
 )
 from kvcmas_sgl.radix_ext.planner import Planner
 from kvcmas_sgl.radix_ext.request import AgentRequest
 from kvcmas_sgl.radix_ext.sources import Source, SourceIndex
+from kvcmas_sgl.radix_ext.span_tree import SpanTree
 from kvcmas_sgl.radix_ext.statistics import Statistics
 from kvcmas_sgl.triton_kernels import Segment
 from kvcmas_sgl.triton_kernels import plan as plan_correction
@@ -59,18 +54,12 @@ from kvcmas_sgl.config import KvcmasConfig
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.mem_cache.cache_init_params import CacheInitParams
-    from sglang.srt.mem_cache.unified_radix_cache import NodeId, UnifiedTreeNode
+    from sglang.srt.mem_cache.unified_radix_cache import NodeId
 
 logger = logging.getLogger(__name__)
 
 MAX_BASES = 3
 """Sources that one dense run is learned against: the work per run must not grow with the number of agents."""
-
-MAX_JOBS = 32
-"""Waiting jobs; a server that is never idle drops the oldest."""
-
-BUSY_JOBS = 4
-"""From this many waiting jobs on, a busy server takes a learning step at each checkpoint."""
 
 
 class DeltaRadixCache(UnifiedRadixCache):
@@ -92,44 +81,33 @@ class DeltaRadixCache(UnifiedRadixCache):
         self.sources = SourceIndex()
         self.gate = Gate(config.max_kl)
         self.statistics = Statistics()
-        self._jobs: deque[Iterator[None]] = deque()
-        names = ESTIMATORS if config.allow_overrides else dict.fromkeys((config.estimator, "none"))
-        self.estimators = {
-            name: make_estimator(
-                name,
-                layers=view.layers,
-                kv_heads=view.kv_heads,
-                head_dim=view.head_dim,
-                rank=config.rank,
-            )
-            for name in names
-        }
+        # A request that may choose its estimator must find it learned.
+        names = ESTIMATORS if config.allow_overrides else (config.estimator,)
+        shape = {"layers": view.layers, "kv_heads": view.kv_heads, "head_dim": view.head_dim}
+        self.estimators = {name: make_estimator(name, rank=config.rank, **shape) for name in names}
         super().__init__(params)
         component = self.components[ComponentType.FULL]
         assert isinstance(component, DeltaFullComponent)
         component.on_gone = self.sources.node_gone
         self.deltas = component.store
-        self._planner = Planner(self.estimators, config.estimator, self.gate, self._own_rows)
-        self._harvester = Harvester(
+        self.spans = SpanTree(self, self.deltas)
+        self._planner = Planner(self.estimators, config.estimator, self.gate, self.spans.own_rows)
+        harvester = Harvester(
             view,
             self.estimators,
             self.gate,
             own_rank=config.own_rank,
-            slots_of=self.slots_of,
-            attach=self._attach_delta,
+            slots_of=self.spans.slots,
+            attach=self.spans.attach,
         )
+        self.learner = Learner(harvester, self.estimators, self.gate, self.deltas, self.statistics, config.state_bytes)
 
     def reset(self) -> None:
         super().reset()
         self.sources.clear()
-        self.gate.clear()
-        self._jobs.clear()
-        for estimator in self.estimators.values():
-            for edge in list(estimator.edges()):
-                estimator.drop_namespace(edge.namespace)
-        component = self.components[ComponentType.FULL]
-        assert isinstance(component, DeltaFullComponent)
-        component.store.clear()
+        # The base class resets once while it is built.
+        if hasattr(self, "learner"):
+            self.learner.clear()
 
     # ---- match ----
 
@@ -151,9 +129,9 @@ class DeltaRadixCache(UnifiedRadixCache):
     def _promise(self, request: AgentRequest, result: MatchResult, limit: int) -> MatchResult:
         """Extend the exact match by what can be corrected. ``limit`` is the longest prefix that may match."""
         declined = request.hint.reuse == "never" or self._policy(request) == "learn"
-        corrected_from = self._first_corrected(result.last_device_node)
+        corrected_from = self.spans.exact_length(result.last_device_node)
         if corrected_from is not None and declined:
-            result = self._truncate(result, corrected_from)
+            result = self.spans.cut(result, corrected_from)
             request.replaces = True
             corrected_from = None
         have = result.device_prefix_len
@@ -170,7 +148,7 @@ class DeltaRadixCache(UnifiedRadixCache):
         sources = [
             source
             for source in self.sources.lookup(request.content)
-            if source.agent != request.agent and self._node(source.node) is not None
+            if source.agent != request.agent and self.spans.node(source.node) is not None
         ]
         choice = self._planner.plan(
             request.agent,
@@ -208,31 +186,6 @@ class DeltaRadixCache(UnifiedRadixCache):
         override = request.hint.policy if self.config.allow_overrides else None
         return override or self.config.policy
 
-    def _first_corrected(self, node_id: NodeId) -> int | None:
-        """Length of the exact part of a path, or None when all of it is exact."""
-        node = self.tree_core.node_by_id(node_id)
-        first = None
-        behind = 0
-        for step in path_to(node):
-            behind += len(step.key)
-            if provenance(step) is not None:
-                first = behind
-        return None if first is None else behind - first
-
-    def _truncate(self, result: MatchResult, length: int) -> MatchResult:
-        """The match cut at ``length``, which is a node boundary."""
-        node = self.tree_core.node_by_id(result.last_device_node)
-        have = result.device_prefix_len
-        while have > length:
-            have -= len(node.key)
-            node = node.parent
-        return result._replace(
-            device_prefix_len=have,
-            last_device_node=node.id,
-            last_host_node=node.id,
-            best_match_node=node.id,
-        )
-
     # ---- load ----
 
     def init_load_back(self, params: InitLoadBackParams) -> tuple[int, NodeId] | None:
@@ -265,7 +218,7 @@ class DeltaRadixCache(UnifiedRadixCache):
     def _place(self, req: Req, request: AgentRequest, plan: Plan, count: int) -> NodeId | None:
         """Correct ``count`` tokens into new slots and insert them; None when no slots can be had."""
         have = req.prefix_len
-        if self._node(plan.source.node) is None:
+        if self.spans.node(plan.source.node) is None:
             return None
         lock = self.lock(plan.source.node)
         try:
@@ -299,7 +252,7 @@ class DeltaRadixCache(UnifiedRadixCache):
 
     def _correct(self, request: AgentRequest, plan: Plan, slots: torch.Tensor, have: int) -> None:
         offset = have - request.start
-        source = self.slots_of(plan.source)
+        source = self.spans.slots(plan.source)
         assert source is not None
         segment = Segment(
             source_slots=source[offset : offset + slots.shape[0]],
@@ -336,8 +289,8 @@ class DeltaRadixCache(UnifiedRadixCache):
                 self._publish(req, request)
         except Exception:
             self._failed(request, "checkpoint")
-        if len(self._jobs) >= BUSY_JOBS:
-            self.learn_step()
+        if self.learner.behind:
+            self.learner.step()
 
     def _replace_corrected(self, req: Req, up_to: int) -> None:
         """Put a dense run's KV into the slots of the corrected KV that the tree holds for the same tokens.
@@ -374,7 +327,7 @@ class DeltaRadixCache(UnifiedRadixCache):
                 cut_params = InsertParams(key=key, value=path[:cut], prev_prefix_len=cut, inserted_len=cut)
                 node = self.insert(cut_params).last_device_node
         known = self.sources.find(request.content, request.agent)
-        error = self._path_error(node)
+        error = max((mark.error for mark in self.spans.marks(node)), default=None)
         source = Source(
             content=request.content,
             agent=request.agent,
@@ -388,99 +341,7 @@ class DeltaRadixCache(UnifiedRadixCache):
         self.sources.add(source)
         news = source.exact and (known is None or not known.exact)
         if news and others and source.length >= self.config.min_span:
-            self._queue(HarvestJob(source, tuple(others[:MAX_BASES])))
-
-    def _path_error(self, node_id: NodeId) -> float | None:
-        """Largest accumulated error on a path, or None when it is exact."""
-        marks = [provenance(node) for node in path_to(self.tree_core.node_by_id(node_id))]
-        return max((mark.error for mark in marks if mark is not None), default=None)
-
-    # ---- learn ----
-
-    @property
-    def learning(self) -> bool:
-        """Whether learning steps are waiting."""
-        return bool(self._jobs)
-
-    def learn_step(self) -> bool:
-        """Take one short learning step; False when there is none."""
-        if not self._jobs:
-            return False
-        started = time.perf_counter()
-        try:
-            with torch.inference_mode():
-                next(self._jobs[0])
-        except StopIteration:
-            self._jobs.popleft()
-            self.statistics.spans_learned += 1
-            self._keep_budget()
-        except Exception:
-            self._jobs.popleft()
-            self._failed(None, "learning")
-        self.statistics.learn_seconds += time.perf_counter() - started
-        return True
-
-    def _queue(self, job: HarvestJob) -> None:
-        self._jobs.append(self._harvester.steps(job))
-        if len(self._jobs) > MAX_JOBS:
-            self._jobs.popleft()
-            self.statistics.jobs_dropped += 1
-
-    @property
-    def state_bytes(self) -> int:
-        """Bytes of own deltas and of every estimator's state."""
-        return self.deltas.nbytes + sum(estimator.state_bytes for estimator in self.estimators.values())
-
-    def _keep_budget(self) -> None:
-        """Own deltas go first (one content each), then whole edges, the oldest first."""
-        budget = self.config.state_bytes
-        learned = self.state_bytes - self.deltas.nbytes
-        self.deltas.shrink(max(0, budget - learned))
-        for estimator in self.estimators.values():
-            for edge in list(estimator.edges()):
-                if self.state_bytes <= budget:
-                    return
-                estimator.drop(edge)
-                self.gate.drop(edge)
-
-    # ---- sources and own deltas ----
-
-    def slots_of(self, source: Source) -> torch.Tensor | None:
-        """Slots (int64 [n]) of a source's span in the pool; None when it has left the tree."""
-        if self._node(source.node) is None:
-            return None
-        return self.path_device_indices(source.node)[source.start : source.stop]
-
-    def _node(self, node_id: NodeId) -> UnifiedTreeNode | None:
-        try:
-            return self.tree_core.node_by_id(node_id)
-        except KeyError:
-            return None
-
-    def _span_nodes(self, source: Source) -> list[UnifiedTreeNode]:
-        """The nodes that a source's span consists of, in order; () when they do not tile it."""
-        node = self._node(source.node)
-        if node is None:
-            return []
-        nodes, left = [], source.length
-        for step in path_to(node):
-            if left <= 0:
-                break
-            nodes.append(step)
-            left -= len(step.key)
-        return nodes[::-1] if left == 0 else []
-
-    def _own_rows(self, source: Source, consumer: str) -> list[Rows]:
-        rows = [get_delta(node, consumer, self.deltas) for node in self._span_nodes(source)]
-        complete = [part for part in rows if part is not None]
-        same = all(part.factors is complete[0].factors for part in complete)
-        return complete if same and len(complete) == len(rows) else []
-
-    def _attach_delta(self, source: Source, consumer: str, rows: Rows) -> None:
-        at = 0
-        for node in self._span_nodes(source):
-            set_delta(node, consumer, rows.cut(at, at + len(node.key)), self.deltas)
-            at += len(node.key)
+            self.learner.add(HarvestJob(source, tuple(others[:MAX_BASES])))
 
     # ---- bookkeeping ----
 
@@ -490,8 +351,7 @@ class DeltaRadixCache(UnifiedRadixCache):
         report = request.report
         report.reason = reason
         if corrected_at is not None:
-            marks = [provenance(n) for n in path_to(self.tree_core.node_by_id(corrected_at))]
-            mark = next(mark for mark in marks if mark is not None)
+            mark = self.spans.marks(corrected_at)[0]
             report.source, report.estimator = mark.source, mark.estimator
             report.predicted_error, report.predicted_kl = mark.error, self.gate.kl(mark.error)
         request.publish_report()
@@ -500,11 +360,11 @@ class DeltaRadixCache(UnifiedRadixCache):
         """Totals and sizes, JSON-compatible."""
         return {
             **self.statistics.as_dict(),
-            "learning": len(self._jobs),
+            "learning": len(self.learner),
             "sources": len(self.sources),
             "own_deltas": len(self.deltas),
             "own_delta_bytes": self.deltas.nbytes,
-            "state_bytes": self.state_bytes,
+            "state_bytes": self.learner.state_bytes,
             "edges": {name: len(list(estimator.edges())) for name, estimator in self.estimators.items()},
         }
 

@@ -77,10 +77,10 @@ class Planner:
         errors: dict[str, float] = {}
         if estimator is None and (rows := self.own_rows(source, agent.key)):
             errors[OWN] = rows[0].factors.error
-        for name in (self.default, NONE) if estimator is None else (estimator,):
-            predicted = self.gate.predict(edge(source.agent, agent), name, source.length)
-            if predicted is not None:
-                errors[name] = predicted
+        name = estimator or self.default
+        predicted = self.gate.predict(edge(source.agent, agent), name, source.length)
+        if predicted is not None:
+            errors[name] = predicted
         plans = []
         for name, error in errors.items():
             total = source.error + error

@@ -159,6 +159,13 @@ def _positions(entries: Sequence[Any], count: int) -> tuple[dict[int, float], ..
     return tuple({token: logprob for logprob, token, *_ in entry} for entry in entries[-count:])
 
 
+def agent_report(meta: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What our server did with the hint, from a response's `meta_info`."""
+    report = meta["kvcmas"]
+    # SGLang repeats it in the later events of a stream as the list that it gathers such values in.
+    return report[-1] if isinstance(report, list) else report
+
+
 def _require_ok(response: requests.Response) -> None:
     if response.status_code != 200:
         raise RuntimeError(f"{response.url} answered HTTP {response.status_code}: {response.text[:500]}")

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from kvcmas_sgl.demo.client import Answer, Client, PromptMaker, Scores, TokenPrompt
+from kvcmas_sgl.demo.client import Answer, Client, PromptMaker, Scores, TokenPrompt, agent_report
 from kvcmas_sgl.demo.roles import Document, Role
 from kvcmas_sgl.wire import agent_hint
 
@@ -116,7 +116,7 @@ def _measure_row(
         dense, shared = ask_stock(), ask_ours()
     else:
         shared, dense = ask_ours(), ask_stock()
-    report = shared.meta["kvcmas"]
+    report = agent_report(shared.meta)
 
     # The reference is what stock SGLang says after its own dense prefill, whose KV its cache still holds.
     answer = dense.tokens
@@ -128,7 +128,7 @@ def _measure_row(
 
     scores = ask(ours, **hint)
     rotated = ask(ours, **_rotate_only(role, prompt))
-    rotates = rotated.meta["kvcmas"]["corrected_tokens"] > 0
+    rotates = agent_report(rotated.meta)["corrected_tokens"] > 0
     # The same prompt prefilled once more where no cache reaches: what two dense runs differ by.
     again = ask(stock, cache_salt=f"{document.name}/{role.name}") if with_noise else None
     return Row(

@@ -46,7 +46,7 @@ def after_create_generation_req(req: Any, scheduler: Any, *args: Any, **kwargs: 
 def around_on_idle(original: Callable[[Any], None], scheduler: Any) -> None:
     """Around ``Scheduler.on_idle``: one learning step an idle round; sleep only when there is none left."""
     cache = _cache(scheduler)
-    if cache is None or not scheduler.is_fully_idle() or not cache.learn_step():
+    if cache is None or not scheduler.is_fully_idle() or not cache.learner.step():
         original(scheduler)
 
 

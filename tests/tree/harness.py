@@ -166,7 +166,7 @@ class Tree:
         return req.kvcmas.report.as_dict() if hint is not None else {}
 
     def learn(self) -> None:
-        while self.cache.learn_step():
+        while self.cache.learner.step():
             pass
 
     def check(self) -> None:
@@ -175,7 +175,7 @@ class Tree:
         in_tree = self.cache.all_values_flatten()
         assert in_tree.unique().numel() == in_tree.numel()
         assert self.allocator.available_size() + in_tree.numel() == self.allocator.size
-        assert self.cache.state_bytes == self.cache.deltas.nbytes + sum(
+        assert self.cache.learner.state_bytes == self.cache.deltas.nbytes + sum(
             estimator.state_bytes for estimator in self.cache.estimators.values()
         )
 

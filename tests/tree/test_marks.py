@@ -18,7 +18,7 @@ CONSUMER_RANK = 16
 
 def nodes_of(tree: Tree, role_name: str, text: list[int]) -> list[object]:
     sources = tree.cache.sources.lookup(content_key(digest(b""), array("q", text)))
-    return tree.cache._span_nodes(next(s for s in sources if s.agent.role == role_name))
+    return tree.cache.spans.nodes(next(s for s in sources if s.agent.role == role_name))
 
 
 def critic_key(tree: Tree) -> str:
@@ -86,23 +86,23 @@ def test_evicting_the_tail_keeps_the_deltas_of_what_stays() -> None:
         assert tree.cache.evict(EvictParams(num_tokens=1)).num_tokens_evicted > 0
     if tree.cache.tree_core.contains_node(first.id):
         assert get_delta(first, key, tree.cache.deltas) is not None
-    assert tree.cache._own_rows(next(iter(tree.cache.sources)), key) == [] if len(tree.cache.sources) else True
+    assert tree.cache.spans.own_rows(next(iter(tree.cache.sources)), key) == [] if len(tree.cache.sources) else True
     tree.check()
 
 
 def test_a_reset_forgets_everything_that_was_learned() -> None:
     tree, _ = with_own_delta()
-    assert tree.cache.state_bytes > 0
+    assert tree.cache.learner.state_bytes > 0
     tree.cache.reset()
-    assert tree.cache.state_bytes == 0 and len(tree.cache.sources) == 0 and not tree.cache.learning
+    assert tree.cache.learner.state_bytes == 0 and len(tree.cache.sources) == 0 and len(tree.cache.learner) == 0
 
 
 def test_the_byte_budget_is_kept() -> None:
     tree, _ = with_own_delta()
-    full = tree.cache.state_bytes
+    full = tree.cache.learner.state_bytes
     for budget in (full - 1, full // 2, 0):
         small, _ = with_own_delta(state_bytes=budget)
-        assert small.cache.state_bytes <= budget
+        assert small.cache.learner.state_bytes <= budget
 
 
 def test_nobody_reaches_an_agents_kv_but_the_agent() -> None:

@@ -1,0 +1,55 @@
+# Two commands do everything on a fresh machine: `make demo` and `make test`.
+PYTHON ?= python3.11
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+REPORTS := reports
+
+.DEFAULT_GOAL := help
+.PHONY: help setup lock demo test lint unit engine server bench-attention clean
+
+help: ## Show this help
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+setup: $(READY) ## Make the virtual environment, install the lock file and this package, prepare the model
+
+$(READY): requirements/lock.txt pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet uv
+	$(BIN)/uv pip install --quiet --python $(BIN)/python -r requirements/lock.txt
+	$(BIN)/uv pip install --quiet --python $(BIN)/python --no-deps --editable .
+	$(BIN)/python -m kvcmas_sgl.prepare_model
+	touch $@
+
+lock: ## Compile requirements/lock.txt from pyproject.toml
+	$(BIN)/uv pip compile --quiet --python-version 3.11 --no-header --no-annotate --no-emit-index-url \
+		--extra test pyproject.toml --output-file requirements/lock.txt
+
+demo: setup ## The main job on a real model and real text, beside stock SGLang (reports/demo.html)
+	$(BIN)/python -m kvcmas_sgl.demo --reports $(REPORTS)
+
+test: setup lint unit engine server ## Everything that can be checked here
+
+lint: setup ## ruff and mypy
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	# mypy wants the rooms under the package they are imported from.
+	rm -rf build/typing && mkdir -p build/typing/kvcmas_sgl
+	ln -s $(CURDIR)/kvcmas_sgl/* $(CURDIR)/radix_ext $(CURDIR)/triton_kernels $(CURDIR)/frontend build/typing/kvcmas_sgl/
+	cd build/typing && $(CURDIR)/$(BIN)/mypy --config-file $(CURDIR)/pyproject.toml kvcmas_sgl
+
+unit: setup ## Tests of tensors, formats and tree rules
+	$(BIN)/pytest tests/unit tests/tree
+
+engine: setup ## Tests on SGLang's in-process engine
+	$(BIN)/pytest tests/engine
+
+server: setup ## Tests over HTTP, on one server
+	$(BIN)/pytest tests/server
+
+bench-attention: setup ## CPU attention backend against torch_native (reports/cpu_attention.json)
+	$(BIN)/python benchmarks/cpu_attention.py
+
+clean: ## Remove the virtual environment, reports and caches
+	rm -rf $(VENV) build $(REPORTS) .mypy_cache .ruff_cache .hypothesis *.egg-info
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
