@@ -16,7 +16,7 @@ from kvcmas_sgl.radix_ext.delta_store import Factors, Rows
 from kvcmas_sgl.radix_ext.estimators import Estimator, Observation
 from kvcmas_sgl.radix_ext.gate import Gate
 from kvcmas_sgl.radix_ext.kv_view import KVView, SampledRows
-from kvcmas_sgl.radix_ext.lowrank import factor
+from kvcmas_sgl.radix_ext.lowrank import compress
 from kvcmas_sgl.radix_ext.sources import Source, edge
 from kvcmas_sgl.triton_kernels import Delta
 from torch import Tensor
@@ -141,8 +141,8 @@ class Harvester:
             start = self.view.rows(layers, base_slots, base.start)
             delta = (true[0] - start[0], true[1] - start[1])
             # The error is that of the stored, rounded factors: it is what a later placement will see.
-            k = [part.to(self.view.dtype) for part in factor(delta[0], self.own_rank)]
-            v = [part.to(self.view.dtype) for part in factor(delta[1], self.own_rank)]
+            k = [part.to(self.view.dtype) for part in compress(delta[0], self.own_rank)]
+            v = [part.to(self.view.dtype) for part in compress(delta[1], self.own_rank)]
             off = (delta[0] - k[0].float() @ k[1].float(), delta[1] - v[0].float() @ v[1].float())
             scored = max(layers.start, 1) - layers.start
             meter.add((true[0][scored:], true[1][scored:]), (off[0][scored:], off[1][scored:]))

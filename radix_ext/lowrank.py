@@ -50,3 +50,27 @@ def factor(matrix: Tensor, rank: int) -> tuple[Tensor, Tensor]:
     # Best rank-r part of the sketch, from the small Gram matrix of its rows.
     rotation = torch.linalg.eigh((right @ right.mT).double()).eigenvectors[..., -rank:].flip(-1).float()
     return basis @ rotation, rotation.mT @ right
+
+
+def compress(matrix: Tensor, rank: int) -> tuple[Tensor, Tensor]:
+    """Like `factor`, for tall matrices: ``right`` has orthonormal rows, and only [D, r] matrices are orthonormalised.
+
+    A delta has thousands of rows and a few hundred columns, and a QR of its tall side costs ten times the products
+    around it. Subspace iteration on ``matrix.mT @ matrix`` squares the singular values once per step, so directions below
+    about 3e-4 of the largest are lost in fp32: far under what a delta of low rank keeps.
+    """
+    if not torch.isfinite(matrix).all():
+        raise ValueError("matrix holds NaN or Inf: only finite deltas can be factored")
+    width = matrix.shape[-1]
+    rank = min(rank, width)
+    if rank == width:
+        eye = torch.eye(width, device=matrix.device).expand(*matrix.shape[:-2], width, width)
+        return matrix.clone(), eye.contiguous()
+    sketch = min(rank + _OVERSAMPLE, width)
+    generator = torch.Generator().manual_seed(_SEED)
+    basis = torch.randn(width, sketch, generator=generator).to(matrix.device)
+    for _ in range(1 + _POWER_ITERATIONS):
+        basis = torch.linalg.qr(matrix.mT @ (matrix @ basis)).Q
+    left = matrix @ basis
+    rotation = torch.linalg.eigh((left.mT @ left).double()).eigenvectors[..., -rank:].flip(-1).float()
+    return left @ rotation, (basis @ rotation).mT

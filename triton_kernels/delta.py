@@ -116,27 +116,30 @@ def _product(left: Tensor, right: Tensor, layer: int, at: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class AffineDelta:
-    """A predicted delta: for each layer an affine map of the source's own features, modulated by the span offset.
+    """A predicted delta: for each layer an affine map of the source's own features, fading along the span.
 
-    With x = [base_k, base_v] in R^2D and z = x @ project + shift in R^m,
-        [dK, dV](t) = sum_j g_j(t) ([z, 1] @ weight_j),   g_0(t) = 1,   g_j(t) = (1 + t / decays[j-1])^-1.
+    With g_tau(t) = 1 / (1 + t / tau), x = [base_k, base_v] in R^2D and z = x @ project + shift in R^m,
 
-    project: fp32 [L, 2D, m]; shift: fp32 [L, m]; weight: fp32 [L, J, m + 1, 2D] with J = 1 + len(decays).
-    What the tensors hold for layer 0 is ignored.
+        [dK, dV](t) = [g_tau(t) z for tau in token_decays, g_tau(t) for tau in mean_decays] @ weight.
+
+    project: fp32 [L, 2D, m]; shift: fp32 [L, m]; weight: fp32 [L, F, 2D], F = m |token_decays| + |mean_decays|.
+    An infinite tau does not fade. What the tensors hold for layer 0 is ignored.
     """
 
     project: Tensor
     shift: Tensor
     weight: Tensor
-    decays: tuple[float, ...]
+    token_decays: tuple[float, ...]
+    mean_decays: tuple[float, ...]
 
     def __post_init__(self) -> None:
         layers, wide, m = self.project.shape
-        want = (layers, 1 + len(self.decays), m + 1, wide)
+        want = (layers, m * len(self.token_decays) + len(self.mean_decays), wide)
         if tuple(self.weight.shape) != want or tuple(self.shift.shape) != (layers, m):
             raise ValueError(
-                f"project is {list(self.project.shape)}, shift {list(self.shift.shape)}, weight "
-                f"{list(self.weight.shape)}: they must be [L, 2D, m], [L, m] and [L, 1 + decays, m + 1, 2D]"
+                f"project is {list(self.project.shape)}, shift {list(self.shift.shape)} and weight "
+                f"{list(self.weight.shape)}: they must be [L, 2D, m], [L, m] and "
+                "[L, m |token_decays| + |mean_decays|, 2D]"
             )
 
     @property
@@ -152,22 +155,25 @@ class AffineDelta:
         return None
 
     def rows(self, layer: int, t: Tensor, base_k: Tensor, base_v: Tensor) -> tuple[Tensor, Tensor]:
-        project = self.project[layer]
-        z = torch.addmm(self.shift[layer], base_k, project[: self.width]).addmm_(base_v, project[self.width :])
-        both = features(z, t, self.decays) @ self.weight[layer].flatten(0, 1)
+        z = token_features(base_k, base_v, self.project[layer], self.shift[layer])
+        both = fading_features(z, t, self.token_decays, self.mean_decays) @ self.weight[layer]
         return both[:, : self.width], both[:, self.width :]
 
 
-def modulation(t: Tensor, decays: tuple[float, ...]) -> Tensor:
-    """g(t), fp32 [n, 1 + len(decays)], of offsets ``t`` [n]: 1, then 1 / (1 + t / decay)."""
-    ones = torch.ones(t.shape[0], 1, dtype=torch.float32, device=t.device)
-    if not decays:
-        return ones
-    scale = torch.tensor(decays, dtype=torch.float32, device=t.device)
-    return torch.cat([ones, 1 / (1 + t.float()[:, None] / scale)], dim=1)
+def token_features(base_k: Tensor, base_v: Tensor, project: Tensor, shift: Tensor) -> Tensor:
+    """z, fp32 [n, m], of one layer's rows ``base_k``, ``base_v`` [n, D]; ``project`` [2D, m], ``shift`` [m]."""
+    width = base_k.shape[1]
+    return torch.addmm(shift, base_k, project[:width]).addmm_(base_v, project[width:])
 
 
-def features(z: Tensor, t: Tensor, decays: tuple[float, ...]) -> Tensor:
-    """g(t) (x) [z, 1], fp32 [..., n, J (m + 1)], of ``z`` [..., n, m] and offsets ``t`` [n]."""
-    augmented = torch.cat([z, z.new_ones(*z.shape[:-1], 1)], dim=-1)
-    return (modulation(t, decays)[:, :, None] * augmented.unsqueeze(-2)).flatten(-2)
+def fading_features(z: Tensor, t: Tensor, token_decays: tuple[float, ...], mean_decays: tuple[float, ...]) -> Tensor:
+    """The features of `AffineDelta`, fp32 [n, F], of ``z`` [n, m] and span offsets ``t`` [n]."""
+    n, m = z.shape
+    tokens = m * len(token_decays)
+    taus = torch.tensor(token_decays + mean_decays, dtype=torch.float32, device=z.device)
+    fade = 1 / (1 + t.to(torch.float32)[:, None] / taus)
+    out = z.new_empty(n, tokens + len(mean_decays))
+    for j in range(len(token_decays)):
+        torch.mul(z, fade[:, j, None], out=out[:, j * m : (j + 1) * m])
+    out[:, tokens:] = fade[:, len(token_decays) :]
+    return out

@@ -71,6 +71,9 @@ class CpuAttnBackend(TorchNativeAttnBackend):
     encoder-only, sliding window, a KV dtype other than the query's, unequal head sizes) takes the parent's.
     """
 
+    # Matches no forward: a caller that plans nothing gets the parent's implementation.
+    _plan = _Plan(extend=False, rows=-1, requests=())
+
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
         """Plan a forward once for all its layers: lengths, runs of slots, key parts."""
         super().init_forward_metadata(forward_batch)

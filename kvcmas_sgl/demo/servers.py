@@ -27,7 +27,7 @@ from kvcmas_sgl.cpu.environment import cpu_environment, default_cpu_args, has_gp
 
 HOST = "127.0.0.1"
 # A server that was told to stop gets this long before it is killed, seconds.
-_GRACE_S = 8.0
+_GRACE_S = 4.0
 # A GPU is shared by the two servers of the demo: half of what SGLang would take for one.
 _GPU_FLAGS = ("--mem-fraction-static", "0.4")
 

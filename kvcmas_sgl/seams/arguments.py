@@ -43,7 +43,8 @@ def after_check_server_args(result: None, server_args: Any) -> None:
         return
     if published_config() is None:
         KvcmasConfig().publish()
-        install.extend_server()
+    # Settings may have been published after this process loaded its plugins.
+    install.extend_server()
     install.check_complete()
     try:
         check_arguments(arguments)

@@ -1,24 +1,60 @@
-"""The default estimator: ridge regression from the source's own KV to the delta, per edge and layer."""
+"""The default estimator: ridge regression from the source's own KV to the delta, per edge and layer.
+
+A token's features are a PCA of its standardised canonical K and V, z in R^m, once as they are and once fading along
+the span, beside fading constants that carry the mean delta at each distance from the agent prefix:
+
+    [dK, dV](t) = [z, g_128(t) z, g_tau(t) for tau in MEAN_DECAYS] @ W,     g_tau(t) = 1 / (1 + t / tau).
+
+W minimises sum_i w_i |delta_i - prediction_i|^2 + ridge and comes from running sums (Gram and cross products), so
+the state, O(L D m), does not grow with spans or their length. ``w_i`` is the number of tokens that a sampled token
+stands for times (1 + t_i / 32): the energy of the delta falls with the offset, but a reader's attention adds up the
+small far errors of a long span, so tokens are weighted by precision (generalised least squares).
+
+Measured on SmolLM2-135M in fp32, m = 64, three edges between system prompts of 27, 347 and 440 tokens, unseen spans of
+512 to 2048 tokens of word problems, history and Python source, as sum of KL over that of rotate only (mean .005;
+the constants below were chosen on these very spans, so the figures are optimistic):
+spans of 1024 tokens learned 2 / 3 / 4 / 6: .79 / .76 / .73 / .69; 13 mixed spans: .68. Single spans range from .28 to
+1.66 (to 1.32 after 13). Spans of 3000 tokens, beyond all that was learned, gain nothing: 1.16 of a KL of .001. Equal
+weights instead of w and no fading z: .76 after 13 spans.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import torch
+from kvcmas_sgl.radix_ext.lowrank import factor
 from kvcmas_sgl.triton_kernels import AffineDelta, Delta
-from kvcmas_sgl.triton_kernels.delta import features
+from kvcmas_sgl.triton_kernels.delta import fading_features, token_features
 from torch import Tensor
 
 from .base import Edge, Estimator, Observation, check_observation
 
-DECAYS: tuple[float, ...] = (32.0,)
-RIDGE = 0.03
+TOKEN_DECAYS = (math.inf, 128.0)
+MEAN_DECAYS = (math.inf, 8.0, 32.0, 128.0, 512.0)
+WEIGHT_DECAY = 32.0
+
+TOKEN_RIDGE = 4096
+MEAN_RIDGE = 8
+"""Ridges in tokens: the prior for zero weighs as much as so many tokens on which the feature is as large as usual.
+
+Most of a delta is noise to an affine map, so eight spans of 512 sampled tokens must agree before the coefficients of z
+come half of the way; the few means need a ridge for the condition of the system only.
+"""
+
+_STD_FLOOR = 1e-2
+"""Relative to the layer's mean standard deviation: a channel that one span leaves constant must not explode later."""
 
 
 @dataclass
 class _Basis:
-    """Shared by a namespace: standardisation and PCA folded into z = x @ project + shift. [L, 2D, m], [L, m]."""
+    """Shared by the edges of a namespace, so that chained sources meet in one frame.
+
+    Standardisation and PCA, folded into z = x @ project + shift: fp32 [L, 2D, m], [L, m]. Each layer is fitted on the
+    first observation that covers it, then frozen: the running sums of every edge are in its terms.
+    """
 
     project: Tensor
     shift: Tensor
@@ -27,7 +63,7 @@ class _Basis:
 
 @dataclass
 class _Statistics:
-    """Of an edge: gram [L, F, F] and cross [L, F, 2D], sums over tokens; the solved delta; finished spans."""
+    """Of one edge: gram [L, F, F] and cross [L, F, 2D], fp32 sums over tokens; the solved delta; finished spans."""
 
     gram: Tensor
     cross: Tensor
@@ -36,61 +72,77 @@ class _Statistics:
 
 
 class AffineEstimator(Estimator):
+    """``rank``: m, the number of principal components (at most 2D)."""
+
     name = "affine"
 
     def __init__(self, layers: int, kv_heads: int, head_dim: int, rank: int) -> None:
         self._layers, self._width = layers, kv_heads * head_dim
         self._m = min(rank, 2 * self._width)
-        self._features = (1 + len(DECAYS)) * (self._m + 1)
+        self._features = self._m * len(TOKEN_DECAYS) + len(MEAN_DECAYS)
         self._bases: dict[str, _Basis] = {}
         self._edges: dict[Edge, _Statistics] = {}
 
     def observe(self, edge: Edge, obs: Observation) -> None:
         check_observation(obs, self._layers, self._width)
-        basis = self._bases.get(edge.namespace)
-        if basis is None:
-            basis = self._bases[edge.namespace] = _Basis(
-                torch.zeros(self._layers, 2 * self._width, self._m), torch.zeros(self._layers, self._m)
-            )
+        basis = self._bases.get(edge.namespace) or self._new_basis(obs)
+        weight = token_weights(obs.t).to(obs.base_k.device)[:, None]
+        grams, crosses, fits = [], [], {}
+        for i in range(obs.base_k.shape[0]):
+            layer = obs.first_layer + i
+            if layer not in basis.fitted:
+                fits[layer] = _fit(torch.cat([obs.base_k[i], obs.base_v[i]], dim=1), self._m)
+            project, shift = fits.get(layer, (basis.project[layer], basis.shift[layer]))
+            z = token_features(obs.base_k[i], obs.base_v[i], project, shift)
+            f = fading_features(z, obs.t, TOKEN_DECAYS, MEAN_DECAYS)
+            weighted = (f * weight).mT
+            grams.append(weighted @ f)
+            crosses.append(weighted @ torch.cat([obs.delta_k[i], obs.delta_v[i]], dim=1))
+        gram, cross = torch.stack(grams), torch.stack(crosses)
+        if not (torch.isfinite(gram).all() and torch.isfinite(cross).all()):
+            raise ValueError("an observation's squares overflow fp32: it cannot be learned from")
+
+        self._bases[edge.namespace] = basis
+        for layer, (project, shift) in fits.items():
+            basis.project[layer], basis.shift[layer] = project, shift
+            basis.fitted.add(layer)
         state = self._edges.get(edge)
         if state is None:
             state = self._edges[edge] = _Statistics(
-                torch.zeros(self._layers, self._features, self._features),
-                torch.zeros(self._layers, self._features, 2 * self._width),
+                obs.base_k.new_zeros(self._layers, self._features, self._features),
+                obs.base_k.new_zeros(self._layers, self._features, 2 * self._width),
             )
-        x = torch.cat([obs.base_k, obs.base_v], dim=-1)
-        y = torch.cat([obs.delta_k, obs.delta_v], dim=-1)
-        for i in range(x.shape[0]):
-            layer = obs.first_layer + i
-            if layer not in basis.fitted:
-                self._fit(basis, layer, x[i])
-            f = features(x[i] @ basis.project[layer] + basis.shift[layer], obs.t, DECAYS)
-            state.gram[layer].addmm_(f.T, f)
-            state.cross[layer].addmm_(f.T, y[i])
+        covered = slice(obs.first_layer, obs.first_layer + gram.shape[0])
+        state.gram[covered] += gram
+        state.cross[covered] += cross
 
-    def _fit(self, basis: _Basis, layer: int, x: Tensor) -> None:
-        wide = x.double()
-        mean, std = wide.mean(0), wide.std(0, correction=0)
-        scale = torch.where(std > 1e-6 * (1 + mean.abs()), 1 / std.clamp_min(1e-30), torch.zeros_like(std))
-        values, vectors = torch.linalg.eigh(((wide - mean) * scale).T @ ((wide - mean) * scale) / wide.shape[0])
-        project = scale[:, None] * vectors[:, -self._m :].flip(1)
-        basis.project[layer] = project.float()
-        basis.shift[layer] = -(mean @ project).float()
-        basis.fitted.add(layer)
+    def _new_basis(self, obs: Observation) -> _Basis:
+        zeros = obs.base_k.new_zeros
+        return _Basis(zeros(self._layers, 2 * self._width, self._m), zeros(self._layers, self._m))
 
     def finish(self, edge: Edge) -> None:
         state = self._edges.get(edge)
         if state is None:
             raise ValueError(f"edge {edge} has no observation to finish")
-        basis = self._bases[edge.namespace]
         gram = state.gram.double()
-        diagonal = gram.diagonal(dim1=1, dim2=2)
-        ridge = RIDGE * diagonal.mean(1).clamp_min(1e-30)
-        system = gram + torch.diag_embed(ridge[:, None].expand_as(diagonal))
-        weight = torch.cholesky_solve(state.cross.double(), torch.linalg.cholesky(system)).float()
-        shape = (self._layers, 1 + len(DECAYS), self._m + 1, 2 * self._width)
-        state.delta = AffineDelta(basis.project, basis.shift, weight.view(shape), DECAYS)
+        # A feature that never occurred has no row in the system: any positive ridge gives it the coefficient zero.
+        ridge = self._ridge(gram)
+        ridge = torch.where(ridge > 0, ridge, 1.0)
+        lower = torch.linalg.cholesky(gram + torch.diag_embed(ridge))
+        weight = torch.cholesky_solve(state.cross.double(), lower).float()
+        basis = self._bases[edge.namespace]
+        state.delta = AffineDelta(basis.project, basis.shift, weight, TOKEN_DECAYS, MEAN_DECAYS)
         state.spans += 1
+
+    def _ridge(self, gram: Tensor) -> Tensor:
+        """[L, F], of ``gram`` [L, F, F]: tokens times the feature's mean square, for z averaged over its block."""
+        tokens = self._m * len(TOKEN_DECAYS)
+        square = gram.diagonal(dim1=1, dim2=2)
+        # The weighted number of tokens: the first mean feature is 1 everywhere.
+        square = square / square[:, tokens, None].clamp_min(1.0)
+        blocks = square[:, :tokens].unflatten(1, (len(TOKEN_DECAYS), self._m))
+        of_tokens = blocks.mean(2, keepdim=True).expand_as(blocks).flatten(1)
+        return torch.cat([TOKEN_RIDGE * of_tokens, MEAN_RIDGE * square[:, tokens:]], dim=1)
 
     def predict(self, edge: Edge) -> Delta | None:
         state = self._edges.get(edge)
@@ -120,6 +172,33 @@ class AffineEstimator(Estimator):
             self._bases.pop(edge.namespace, None)
 
     def drop_namespace(self, namespace: str) -> None:
-        for edge in self.edges():
-            if edge.namespace == namespace:
-                self.drop(edge)
+        self._edges = {edge: state for edge, state in self._edges.items() if edge.namespace != namespace}
+        self._bases.pop(namespace, None)
+
+
+def token_weights(t: Tensor) -> Tensor:
+    """fp32 [n], mean 1, of ascending span offsets ``t`` [n]: the tokens one stands for, times 1 + t / WEIGHT_DECAY.
+
+    A token stands for the half-way stretch to its neighbours, which undoes any denser sampling of a span's head.
+    """
+    at = t.double()
+    if at.numel() == 1:
+        return torch.ones(1)
+    gaps = at.diff()
+    stands_for = (torch.cat([gaps[:1], gaps]) + torch.cat([gaps, gaps[-1:]])) / 2
+    weight = stands_for * (1 + at / WEIGHT_DECAY)
+    return (weight / weight.mean()).float()
+
+
+def _fit(x: Tensor, m: int) -> tuple[Tensor, Tensor]:
+    """(project [2D, m], shift [m]), fp32: standardisation and the leading m principal directions of ``x`` [n, 2D].
+
+    Where n < m tokens were seen, the directions that they leave open are zero.
+    """
+    mean, std = x.mean(0), x.std(0, correction=0)
+    floor = _STD_FLOOR * float(std.mean())
+    scale = 1 / std.clamp_min(floor) if floor > 0 else torch.zeros_like(std)
+    directions, _ = factor(((x - mean) * scale).mT, m)
+    project = x.new_zeros(x.shape[1], m)
+    project[:, : directions.shape[1]] = scale[:, None] * directions
+    return project, -(mean @ project)

@@ -58,9 +58,7 @@ def check_observation(obs: Observation, layers: int, width: int) -> None:
     if int(obs.t[0]) < 0 or (obs.t[1:] <= obs.t[:-1]).any():
         raise ValueError("t must hold ascending offsets from 0 on, each once")
     if obs.first_layer < 0 or obs.first_layer + want[0] > layers:
-        raise ValueError(
-            f"first_layer is {obs.first_layer} for {want[0]} layers: the layers must be in [0, {layers})"
-        )
+        raise ValueError(f"first_layer is {obs.first_layer} for {want[0]} layers: the layers must be in [0, {layers})")
 
 
 class Estimator(ABC):
@@ -91,7 +89,7 @@ class Estimator(ABC):
 
     @abstractmethod
     def edge_bytes(self, edge: Edge) -> int:
-        """Bytes that ``drop(edge)`` frees."""
+        """Bytes that belong to ``edge`` alone: dropping it frees at least these."""
 
     @abstractmethod
     def edges(self) -> Iterable[Edge]:

@@ -75,6 +75,15 @@ def test_later_readers_are_corrected_on_unseen_content(server: ServerProcess) ->
     assert sum(last[f"{kind}_tokens"] for kind in ("exact", "corrected", "computed")) == len(CRITIC.prompt(span))
 
 
+def test_no_key_of_a_client_reaches_an_agents_kv(server: ServerProcess) -> None:
+    span = document(6, N)
+    prompt = CRITIC.prompt(span)
+    read(server, CRITIC, span)
+    assert read(server, CRITIC, span)["reason"] == "exact"
+    for fields in ({}, {"extra_key": "critic"}, {"extra_key": "kvcmas:critic"}, {"cache_salt": "tenant"}):
+        assert generate(server, input_ids=prompt, tokens=1, **fields)["meta_info"]["cached_tokens"] == 0
+
+
 def test_marks_in_characters_are_the_same_span(server: ServerProcess) -> None:
     span = document(6, N)
     text, head = tokenizer().decode(span), tokenizer().decode(CRITIC.head())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -9,7 +10,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
 from kvcmas_sgl.triton_kernels import (
     ZERO_DELTA,
     AffineDelta,
@@ -54,12 +54,14 @@ def low_rank(seed: int, n: int, rank: int, start: int = 0) -> LowRankDelta:
     return LowRankDelta(left_k, right_k, left_v, right_v, start)
 
 
-def affine(seed: int, m: int, decays: tuple[float, ...]) -> AffineDelta:
+def affine(seed: int, m: int, token_decays: tuple[float, ...], mean_decays: tuple[float, ...]) -> AffineDelta:
+    rows = m * len(token_decays) + len(mean_decays)
     return AffineDelta(
         draw(seed, LAYERS, 2 * WIDTH, m) / WIDTH,
         draw(seed + 1, LAYERS, m),
-        draw(seed + 2, LAYERS, 1 + len(decays), m + 1, 2 * WIDTH),
-        decays,
+        draw(seed + 2, LAYERS, rows, 2 * WIDTH),
+        token_decays,
+        mean_decays,
     )
 
 
@@ -71,7 +73,9 @@ def turn(x: np.ndarray, position: np.ndarray) -> np.ndarray:
     return np.concatenate([pair.real, pair.imag], -1)
 
 
-def oracle_delta(delta: Delta | None, layer: int, t: int, k: np.ndarray, v: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def oracle_delta(
+    delta: Delta | None, layer: int, t: int, k: np.ndarray, v: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
     """(dK, dV) [D] of one token from the formulas of the deltas; k (canonical), v: [D]."""
     if layer == 0 or delta is None or delta is ZERO_DELTA:
         return np.zeros(WIDTH), np.zeros(WIDTH)
@@ -83,10 +87,9 @@ def oracle_delta(delta: Delta | None, layer: int, t: int, k: np.ndarray, v: np.n
         return left_k[layer, row] @ right_k[layer], left_v[layer, row] @ right_v[layer]
     assert isinstance(delta, AffineDelta)
     project, shift, weight = (x.double().numpy() for x in (delta.project, delta.shift, delta.weight))
-    z = np.append(np.concatenate([k, v]) @ project[layer] + shift[layer], 1.0)
-    both = z @ weight[layer, 0]
-    for j, decay in enumerate(delta.decays):
-        both = both + z @ weight[layer, j + 1] / (1 + t / decay)
+    z = np.concatenate([k, v]) @ project[layer] + shift[layer]
+    terms = [z / (1 + t / tau) for tau in delta.token_decays] + [[1 / (1 + t / tau)] for tau in delta.mean_decays]
+    both = np.concatenate(terms) @ weight[layer]
     return both[:WIDTH], both[WIDTH:]
 
 
@@ -138,9 +141,9 @@ def batches(draw_from: st.DrawFn) -> tuple[int, list[Segment]]:
             start = draw_from(st.integers(0, offset))
             delta = low_rank(seed + number, offset + n - start, draw_from(st.integers(1, 5)), start)
         elif kind == "affine":
-            delta = affine(seed + number, draw_from(st.integers(1, 6)), ())
+            delta = affine(seed + number, draw_from(st.integers(1, 6)), (math.inf,), (math.inf,))
         elif kind == "affine decays":
-            delta = affine(seed + number, 4, (1.0, 32.0))
+            delta = affine(seed + number, 4, (math.inf, 32.0), (1.0, 64.0, 512.0))
         source, target = slots[used : used + n], slots[used + n : used + 2 * n]
         used += 2 * n
         at = [draw_from(st.integers(0, 1000)) for _ in range(2)]
@@ -162,7 +165,7 @@ def test_equals_the_oracle_closely_where_the_table_is_exact() -> None:
     before = pool(5)
     segments = [
         Segment(torch.arange(0, 10), torch.arange(50, 60), 3, 9, 0, low_rank(1, 10, 3)),
-        Segment(torch.arange(10, 20), torch.arange(60, 70), 3, 9, 2, affine(1, 4, (8.0,))),
+        Segment(torch.arange(10, 20), torch.arange(60, 70), 3, 9, 2, affine(1, 4, (math.inf, 8.0), (8.0,))),
         Segment(torch.arange(20, 30), torch.arange(70, 80), 3, 9),
     ]
     assert_close(correct(before, segments), oracle(before, segments), 1e-5)
@@ -236,7 +239,7 @@ def test_the_true_delta_rebuilds_the_consumer() -> None:
 
 
 def test_splitting_a_segment_changes_nothing() -> None:
-    before, delta = pool(7), affine(3, 4, (16.0,))
+    before, delta = pool(7), affine(3, 4, (16.0,), (math.inf, 2.0))
     source, target = torch.arange(0, 20), torch.arange(30, 50)
     whole = correct(before, [Segment(source, target, 5, 50, 0, delta)])
     parts = [
@@ -339,4 +342,4 @@ def test_factors_that_do_not_fit_are_refused() -> None:
     with pytest.raises(ValueError, match="agree"):
         LowRankDelta(good.left_k[:, :3], good.right_k, good.left_v, good.right_v)
     with pytest.raises(ValueError, match="weight"):
-        AffineDelta(torch.zeros(2, 8, 3), torch.zeros(2, 3), torch.zeros(2, 1, 4, 8), (5.0,))
+        AffineDelta(torch.zeros(2, 8, 3), torch.zeros(2, 3), torch.zeros(2, 5, 8), (5.0,), (5.0,))

@@ -6,8 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-from kvcmas_sgl.radix_ext.lowrank import factor
+from kvcmas_sgl.radix_ext.lowrank import compress, factor
 
 
 def error(matrix: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
@@ -77,3 +76,25 @@ def test_bad_input_is_refused() -> None:
         factor(torch.zeros(3), 1)
     with pytest.raises(ValueError, match="NaN"):
         factor(torch.full((3, 3), float("nan")), 1)
+
+
+@pytest.mark.parametrize("rank", [1, 4, 16, 31, 48, 64])
+def test_compress_is_as_good_as_the_best_approximation(rank: int) -> None:
+    u, v = torch.linalg.qr(draw(1, 2, 200, 48)).Q, torch.linalg.qr(draw(2, 2, 48, 48)).Q
+    values = 1.0 / (1 + torch.arange(48))
+    matrix = (u * values) @ v.mT
+    left, right = compress(matrix, rank)
+    kept = min(rank, 48)
+    assert left.shape == (2, 200, kept) and right.shape == (2, kept, 48)
+    best = values[kept:].double().square().sum().sqrt()
+    assert (error(matrix, left, right) <= best * 1.05 + 1e-6).all()
+    assert (right @ right.mT - torch.eye(kept)).abs().max() < 1e-4
+
+
+def test_compress_takes_fewer_rows_than_its_rank() -> None:
+    matrix = draw(5, 3, 4, 48)
+    assert (error(matrix, *compress(matrix, 8)) <= 1e-4 * matrix.double().flatten(-2).norm(dim=-1)).all()
+    left, right = compress(torch.zeros(2, 30, 12), 4)
+    assert torch.equal(left @ right, torch.zeros(2, 30, 12))
+    with pytest.raises(ValueError, match="NaN"):
+        compress(torch.full((2, 4, 8), float("nan")), 2)

@@ -9,7 +9,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
 from kvcmas_sgl.triton_kernels import RotaryTable, rotate
 
 MAX_POSITIONS = 4096
