@@ -7,7 +7,7 @@ text whose value is a `MarkedPiece` needs none.
 from __future__ import annotations
 
 from reprlib import repr
-from typing import Any
+from typing import Any, Literal
 
 from kvcmas_sgl.frontend.marks import Agent, Mark, MarkedPiece, Span
 from sglang.lang.api import system as system_message
@@ -26,7 +26,9 @@ _PLACEHOLDERS = (SglArgument, SglVariable)
 _REUSE = ("auto", "never")
 
 
-def agent(role: str, system: str, workflow: str | None = None, reuse: str | None = None) -> SglExpr:
+def agent(
+    role: str, system: str, workflow: str | None = None, reuse: Literal["auto", "never"] | None = None
+) -> SglExpr:
     """The system message of an agent, and the name of its role for the whole prompt.
 
     Args:

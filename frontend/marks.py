@@ -10,7 +10,7 @@ plain `str`: the marks are lost then (the server computes, as it would without u
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Self, SupportsIndex
+from typing import Literal, Self, SupportsIndex
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Agent:
     end: int
     role: str
     workflow: str | None = None
-    reuse: str | None = None
+    reuse: Literal["auto", "never"] | None = None
 
 
 Mark = Span | Agent

@@ -21,7 +21,8 @@ from dataclasses import dataclass
 from kvcmas_sgl.radix_ext.estimators import Edge
 
 KL_PER_SQUARED_ERROR = 1.0
-"""Predicted KL (nats) per squared relative KV error."""
+"""Predicted KL (nats) per squared relative KV error. Measured on SmolLM2-135M (fp32, 29 spans of 512 to 3,000 tokens,
+three edges): median 0.57, p90 1.06, maximum 1.20 for corrected KV; 0.59, 1.11 and 1.84 for rotate-only."""
 
 MIN_PAIRS = 2
 """Held-out pairs before an edge is trusted at all."""

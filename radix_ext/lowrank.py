@@ -56,8 +56,8 @@ def compress(matrix: Tensor, rank: int) -> tuple[Tensor, Tensor]:
     """Like `factor`, for tall matrices: ``right`` has orthonormal rows, and only [D, r] matrices are orthonormalised.
 
     A delta has thousands of rows and a few hundred columns, and a QR of its tall side costs ten times the products
-    around it. Subspace iteration on ``matrix.mT @ matrix`` squares the singular values once per step, so directions below
-    about 3e-4 of the largest are lost in fp32: far under what a delta of low rank keeps.
+    around it. Subspace iteration on ``matrix.mT @ matrix`` squares the singular values once per step, so directions
+    below about 3e-4 of the largest are lost in fp32: far under what a delta of low rank keeps.
     """
     if not torch.isfinite(matrix).all():
         raise ValueError("matrix holds NaN or Inf: only finite deltas can be factored")

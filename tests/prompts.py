@@ -21,8 +21,8 @@ def tokenizer() -> Any:
 
 @cache
 def text_tokens() -> list[int]:
-    """All documents of the demo as one run of tokens."""
-    texts = [path.read_text() for path in sorted(DOCUMENTS.glob("*.txt"))]
+    """The demo's prose as one run of tokens."""
+    texts = [path.read_text() for path in sorted((DOCUMENTS / "prose").glob("*.txt"))]
     return tokenizer().encode("\n\n".join(texts), add_special_tokens=False)
 
 

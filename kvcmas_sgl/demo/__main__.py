@@ -46,8 +46,8 @@ def parser() -> argparse.ArgumentParser:
         help='JSON list of {"name", "system", "question"}, in reading order (default: four roles)',
     )  # fmt: skip
     shape.add_argument(
-        "--answer-tokens", type=int, default=16,
-        help="greedy tokens per answer, over which KL and top-1 agreement are taken (default: 16 tokens)",
+        "--answer-tokens", type=int, default=12,
+        help="greedy tokens per answer, over which KL and top-1 agreement are taken (default: 12 tokens)",
     )  # fmt: skip
     shape.add_argument(
         "--kl-top", type=int, default=128,
@@ -141,7 +141,7 @@ def _report(options: argparse.Namespace, rows: Sequence[Row], roles: Sequence[Ro
         "answer_tokens": options.answer_tokens,
         "kl_top": options.kl_top,
         "kl_reference": "stock SGLang's hit on its own dense prefill, teacher-forced along its greedy answer",
-        "kl_noise": "the same prompt prefilled densely once more on stock SGLang, one reading in four",
+        "kl_noise": "the same prompt prefilled densely once more on stock SGLang, one reading in six",
         "stock_attention": options.stock_attention or "default",
         "server_flags": options.server_flags,
         "kvcmas_flags": options.kvcmas_flags,

@@ -85,11 +85,17 @@ class Scores:
     asked: tuple[Mapping[int, float], ...] = ()
     meta: Mapping[str, Any] = field(default_factory=dict)
 
+    @property
+    def tokens(self) -> list[int]:
+        """Every token that is likeliest somewhere: what another model is to be asked for."""
+        return sorted(set().union(*self.top))
+
 
 class Client:
     """Sends one request at a time to one server."""
 
     def __init__(self, url: str) -> None:
+        self._server = url
         self._url = url + "/generate"
         self._session = requests.Session()
 
@@ -149,6 +155,20 @@ class Client:
             _positions(meta["input_token_ids_logprobs"], len(answer)) if asked else (),
             {name: value for name, value in meta.items() if not name.startswith(("input_", "output_"))},
         )
+
+    def wait_until_learned(self, timeout_s: float = 60.0) -> None:
+        """Wait until our server has nothing left to learn in its idle time, or `timeout_s` seconds are over.
+
+        On a machine without a GPU its learning takes the cores that the other server is about to be timed on.
+        """
+        deadline = time.monotonic() + timeout_s
+        while time.monotonic() < deadline:
+            response = self._session.get(self._server + "/server_info", timeout=_TIMEOUT_S)
+            _require_ok(response)
+            states = response.json()["internal_states"]
+            if not any(state["kvcmas"]["learning"] for state in states):
+                return
+            time.sleep(0.05)
 
 
 _JSON = {"Content-Type": "application/json"}

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from kvcmas_sgl.demo.client import Answer, Client, PromptMaker, Scores, TokenPrompt, agent_report
@@ -37,12 +36,11 @@ class Row:
     ttft_stock_s: float
     ttft_ours_s: float
     ttft_ratio: float
-    kl: float
-    agreement: float
+    kl: float | None
+    agreement: float | None
     kl_rotate_only: float | None
     kl_noise: float | None
-    answer_stock: str
-    answer_ours: str
+    answer: str
 
 
 @dataclass(frozen=True)
@@ -52,9 +50,9 @@ class Settings:
     `noise_every`: the noise is measured on one of so many rows.
     """
 
-    answer_tokens: int = 16
+    answer_tokens: int = 12
     top_k: int = 128
-    noise_every: int = 4
+    noise_every: int = 6
 
 
 def measure(
@@ -65,21 +63,26 @@ def measure(
     roles: Sequence[Role],
     settings: Settings,
 ) -> Iterator[Row]:
-    """Run all requests and yield one row per document and role, in order and as soon as it is measured."""
+    """Run all requests and yield one row per document and role, in order; a document's rows come together."""
     warm_up(stock, ours, prompts, roles)
-    for (number, document), (place, role) in itertools.product(enumerate(documents), enumerate(roles)):
-        # Shifted by one from document to document: each role goes first, and gets its noise measured, in turn.
-        turn = number * (len(roles) + 1) + place
-        yield _measure_row(
-            stock,
-            ours,
-            prompts,
-            document,
-            role,
-            settings,
-            stock_first=turn % 2 == 0,
-            with_noise=turn % settings.noise_every == 0,
-        )
+    for number, document in enumerate(documents):
+        rows = []
+        for place, role in enumerate(roles):
+            # Shifted by one from document to document: each role goes first, and gets its noise measured, in turn.
+            turn = number * (len(roles) + 1) + place
+            rows.append(
+                _measure_row(
+                    stock,
+                    ours,
+                    prompts,
+                    role,
+                    document,
+                    settings,
+                    stock_first=turn % 2 == 0,
+                    with_noise=turn % settings.noise_every == 0,
+                )
+            )
+        yield from _with_rotate_only(ours, prompts, document, roles, rows)
 
 
 def warm_up(stock: Client, ours: Client, prompts: PromptMaker, roles: Sequence[Role]) -> None:
@@ -92,17 +95,26 @@ def warm_up(stock: Client, ours: Client, prompts: PromptMaker, roles: Sequence[R
         ours.answer(prompt.ids, 2, **_rotate_only(role, prompt))
 
 
+@dataclass(frozen=True)
+class Measured:
+    """A row, and what its further measurements compare with."""
+
+    row: Row
+    answer: tuple[int, ...]
+    reference: Scores | None
+
+
 def _measure_row(
     stock: Client,
     ours: Client,
     prompts: PromptMaker,
-    document: Document,
     role: Role,
+    document: Document,
     settings: Settings,
     *,
     stock_first: bool,
     with_noise: bool,
-) -> Row:
+) -> Measured:
     prompt = prompts.prompt(role, document.text)
     hint = {"kv_hints": agent_hint(role.name, [prompt.span])}
 
@@ -110,28 +122,29 @@ def _measure_row(
         return stock.answer(prompt.ids, settings.answer_tokens)
 
     def ask_ours() -> Answer:
-        return ours.answer(prompt.ids, settings.answer_tokens, **hint)
+        # One token: how far its answer would be from stock's is measured along stock's.
+        answer = ours.answer(prompt.ids, 1, **hint)
+        ours.wait_until_learned()
+        return answer
 
     if stock_first:
         dense, shared = ask_stock(), ask_ours()
     else:
         shared, dense = ask_ours(), ask_stock()
     report = agent_report(shared.meta)
-
-    # The reference is what stock SGLang says after its own dense prefill, whose KV its cache still holds.
     answer = dense.tokens
-    reference = stock.scores(prompt.ids, answer, settings.top_k)
-    asked = sorted(set().union(*reference.top))
-
-    def ask(client: Client, **options: Any) -> Scores:
-        return client.scores(prompt.ids, answer, 1, asked, **options)
-
-    scores = ask(ours, **hint)
-    rotated = ask(ours, **_rotate_only(role, prompt))
-    rotates = agent_report(rotated.meta)["corrected_tokens"] > 0
-    # The same prompt prefilled once more where no cache reaches: what two dense runs differ by.
-    again = ask(stock, cache_salt=f"{document.name}/{role.name}") if with_noise else None
-    return Row(
+    # The reference is what stock SGLang says after its own dense prefill, whose KV its cache still holds.
+    corrected = report["corrected_tokens"] > 0
+    reference = stock.scores(prompt.ids, answer, settings.top_k) if corrected or with_noise else None
+    kl = agreement = noise = None
+    if reference is not None and corrected:
+        scores = ours.scores(prompt.ids, answer, 1, reference.tokens, **hint)
+        kl, agreement = mean_kl(reference, scores), top1_agreement(reference, scores)
+    if reference is not None and with_noise:
+        # The same prompt prefilled once more where no cache reaches: what two dense runs differ by.
+        salt = f"{document.name}/{role.name}"
+        noise = mean_kl(reference, stock.scores(prompt.ids, answer, 1, reference.tokens, cache_salt=salt))
+    row = Row(
         document=document.name,
         role=role.name,
         prompt_tokens=len(prompt.ids),
@@ -146,13 +159,40 @@ def _measure_row(
         ttft_stock_s=dense.ttft_s,
         ttft_ours_s=shared.ttft_s,
         ttft_ratio=dense.ttft_s / shared.ttft_s,
-        kl=mean_kl(reference, scores),
-        agreement=top1_agreement(reference, scores),
-        kl_rotate_only=mean_kl(reference, rotated) if rotates else None,
-        kl_noise=None if again is None else mean_kl(reference, again),
-        answer_stock=prompts.text(dense.tokens),
-        answer_ours=prompts.text(shared.tokens),
+        kl=kl,
+        agreement=agreement,
+        kl_rotate_only=None,
+        kl_noise=noise,
+        answer=prompts.text(dense.tokens),
     )
+    return Measured(row, answer, reference)
+
+
+def _with_rotate_only(
+    ours: Client, prompts: PromptMaker, document: Document, roles: Sequence[Role], rows: Sequence[Measured]
+) -> list[Row]:
+    """The rows of one document, with the KL of rotate-only reuse where ours corrected.
+
+    Its chain is its own: the first role prefills the document densely under a salt that nothing else uses, and
+    every later role moves what the one before it holds.
+    """
+    if not any(measured.row.corrected for measured in rows):
+        return [measured.row for measured in rows]
+    result = []
+    for role, measured in zip(roles, rows, strict=True):
+        prompt = prompts.prompt(role, document.text)
+        row = measured.row
+        if measured.reference is not None and row.corrected:
+            asked = measured.reference.tokens
+            rotated = ours.scores(prompt.ids, measured.answer, 1, asked, **_rotate_only(role, prompt))
+            if agent_report(rotated.meta)["corrected_tokens"]:
+                row = replace(row, kl_rotate_only=mean_kl(measured.reference, rotated))
+        else:
+            ours.answer(prompt.ids, 1, **_rotate_only(role, prompt))
+        result.append(row)
+    # The salt learns too; nothing of it may run while the next document is timed.
+    ours.wait_until_learned()
+    return result
 
 
 def _rotate_only(role: Role, prompt: TokenPrompt) -> dict[str, Any]:

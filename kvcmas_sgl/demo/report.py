@@ -95,7 +95,7 @@ def write_html(
     body = "".join(_table_row(rows, number) for number in range(len(rows)))
     answers = "".join(
         f"<tr><td>{html.escape(row.document)}</td><td>{html.escape(row.role)}</td>"
-        f"<td>{html.escape(row.answer_stock)}</td><td>{html.escape(row.answer_ours)}</td></tr>"
+        f"<td>{html.escape(row.answer)}</td></tr>"
         for row in rows
         if row.corrected
     )
@@ -117,10 +117,10 @@ def _cells(row: Row) -> tuple[str, ...]:
         f"{row.ttft_stock_s:.2f}",
         f"{row.ttft_ours_s:.2f}",
         f"{row.ttft_ratio:.1f}",
-        f"{row.kl:.4f}",
+        "-" if row.kl is None else f"{row.kl:.4f}",
         "-" if row.kl_rotate_only is None else f"{row.kl_rotate_only:.4f}",
         "-" if row.kl_noise is None else f"{row.kl_noise:.4f}",
-        f"{row.agreement:.0%}",
+        "-" if row.agreement is None else f"{row.agreement:.0%}",
         row.reason,
     )
 
@@ -162,8 +162,8 @@ correction. KL is summed over the likeliest tokens one by one and over the rest 
 for that rest.</p>
 <div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>
 <h2>What the roles answered</h2>
-<div class="scroll"><table class="answers"><thead><tr><th>document</th><th>role</th><th>stock SGLang</th>
-<th>with the document reused</th></tr></thead><tbody>{answers}</tbody></table></div>
+<div class="scroll"><table class="answers"><thead><tr><th>document</th><th>role</th><th>stock SGLang's answer, along
+which both are compared</th></tr></thead><tbody>{answers}</tbody></table></div>
 <h2>Settings</h2><ul>{settings}</ul>
 </body></html>
 """
