@@ -16,14 +16,14 @@ setup: $(READY) ## Make the virtual environment, install the lock file and this 
 $(READY): requirements/lock.txt pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet uv
-	$(BIN)/uv pip install --quiet --python $(BIN)/python -r requirements/lock.txt
+	$(BIN)/uv pip install --quiet --python $(BIN)/python --no-deps -r requirements/lock.txt
 	$(BIN)/uv pip install --quiet --python $(BIN)/python --no-deps --editable .
 	$(BIN)/python -m kvcmas_sgl.prepare_model
 	touch $@
 
 lock: ## Compile requirements/lock.txt from pyproject.toml
 	$(BIN)/uv pip compile --quiet --python-version 3.11 --no-header --no-annotate --no-emit-index-url \
-		--extra test pyproject.toml --output-file requirements/lock.txt
+		--extra model --extra test pyproject.toml --output-file requirements/lock.txt
 
 demo: setup ## The main job on a real model and real text, beside stock SGLang (reports/demo.html)
 	$(BIN)/python -m kvcmas_sgl.demo --reports $(REPORTS)

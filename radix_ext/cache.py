@@ -29,6 +29,7 @@ from kvcmas_sgl.radix_ext.node_marks import (
     Provenance,
     mark_corrected,
     mark_exact,
+    provenance,
 )
 from kvcmas_sgl.radix_ext.planner import Planner
 from kvcmas_sgl.radix_ext.request import AgentRequest
@@ -132,7 +133,6 @@ class DeltaRadixCache(UnifiedRadixCache):
         corrected_from = self.spans.exact_length(result.last_device_node)
         if corrected_from is not None and declined:
             result = self.spans.cut(result, corrected_from)
-            request.replaces = True
             corrected_from = None
         have = result.device_prefix_len
         corrected = 0 if corrected_from is None else have - corrected_from
@@ -276,8 +276,7 @@ class DeltaRadixCache(UnifiedRadixCache):
         if request is None or self.disable:
             super().checkpoint(req, up_to=up_to, **kwargs)
             return
-        if request.replaces:
-            self._replace_corrected(req, up_to)
+        self._replace_corrected(req, up_to)
         super().checkpoint(req, up_to=up_to, **kwargs)
         try:
             if not request.settled and up_to >= request.report.prompt_tokens:
@@ -293,25 +292,27 @@ class DeltaRadixCache(UnifiedRadixCache):
             self.learner.step()
 
     def _replace_corrected(self, req: Req, up_to: int) -> None:
-        """Put a dense run's KV into the slots of the corrected KV that the tree holds for the same tokens.
+        """Put a dense run's KV into the slots of corrected KV that the tree holds for the same tokens.
 
-        The insert that follows keeps the tree's slots and frees the request's, as it does for any duplicate.
+        Such KV is there when the request declined it, or when another request of the role was corrected while this
+        one was computing. The insert that follows keeps the tree's slots and frees the request's, as it does for any
+        duplicate.
         """
+        if self.spans.exact_length(req.last_node) is not None:
+            # Computed on top of corrected KV: no better than what it would replace.
+            return
         protected = req.kv.cache_protected_len
         match = self._match_tree(MatchPrefixParams(key=_key(req, req.full_untruncated_fill_ids, up_to)))
-        depth = match.device_prefix_len
-        if depth <= protected:
-            return
-        kept = self.path_device_indices(match.last_device_node)[protected:depth]
-        fresh = self.req_to_token_pool.req_to_token[req.kv.req_pool_idx, protected:depth].to(torch.int64)
-        differs = kept != fresh
-        self.view.copy_rows(fresh[differs], kept[differs])
-        node = self.tree_core.node_by_id(match.last_device_node)
-        while depth > protected:
-            mark_exact(node, self.deltas)
-            self.sources.node_gone(node.id)
-            depth -= len(node.key)
-            node = node.parent
+        row = self.req_to_token_pool.req_to_token[req.kv.req_pool_idx]
+        stop, node = match.device_prefix_len, self.tree_core.node_by_id(match.last_device_node)
+        while stop > protected:
+            start = stop - len(node.key)
+            if provenance(node) is not None:
+                kept = node.component_data[ComponentType.FULL].value
+                self.view.copy_rows(row[start:stop].to(torch.int64), kept)
+                mark_exact(node, self.deltas)
+                self.sources.node_gone(node.id)
+            stop, node = start, node.parent
 
     def _publish(self, req: Req, request: AgentRequest) -> None:
         """Make the span's KV in the tree the newest source, and queue what it can teach."""

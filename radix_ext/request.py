@@ -27,8 +27,6 @@ class AgentRequest:
         What the client will see.
     plan
         What ``init_load_back`` is to place; set by the last match, taken by the load.
-    replaces
-        The request prefills over its role's own corrected KV, which its dense KV will replace.
     settled
         The report was counted; a later match (after a retraction) must not change it.
     published
@@ -42,7 +40,6 @@ class AgentRequest:
     stop: int
     report: Report
     plan: Plan | None = None
-    replaces: bool = False
     settled: bool = False
     published: bool = False
     info: list[dict[str, object]] = field(default_factory=list)

@@ -51,8 +51,9 @@ class FormulaModel:
         x = self.embedding[torch.tensor(tokens)]
         rows = []
         for layer in range(LAYERS):
-            turn = 0.2 * torch.randn(2 * WIDTH, 2 * WIDTH, generator=generator)
-            shift = 0.2 * torch.randn(2 * WIDTH, generator=generator)
+            # Mostly a shift: a few short documents teach the estimator little about how tokens differ.
+            turn = 0.004 * torch.randn(2 * WIDTH, 2 * WIDTH, generator=generator)
+            shift = 0.4 * torch.randn(2 * WIDTH, generator=generator)
             rows.append(x if layer == 0 else x + x @ turn + shift)
         both = torch.stack(rows).unflatten(-1, (2, HEADS, DIM))
         positions = torch.arange(start, start + len(tokens))
@@ -155,14 +156,23 @@ class Tree:
         self.rows.free(req)
 
     def serve(
-        self, prompt: Sequence[int], hint: dict[str, object] | None = None, *, salt: str | None = None
+        self,
+        prompt: Sequence[int],
+        hint: dict[str, object] | None = None,
+        *,
+        salt: str | None = None,
+        settle: bool = True,
     ) -> dict[str, object]:
-        """A whole request and the learning that follows; returns its report (empty without a hint)."""
+        """A whole request; returns its report (empty without a hint).
+
+        ``settle`` also takes the learning steps that follow and checks the tree, which no request may hold then.
+        """
         req = self.request(prompt, hint, salt=salt)
         self.admit(req)
         self.finish(req)
-        self.learn()
-        self.check()
+        if settle:
+            self.learn()
+            self.check()
         return req.kvcmas.report.as_dict() if hint is not None else {}
 
     def learn(self) -> None:
@@ -194,8 +204,10 @@ class Role:
         envelope = agent_hint(self.name, [(start, start + len(document))])
         return {**envelope["actions"][0]["payload"], **fields}
 
-    def read(self, tree: Tree, document: Sequence[int], *, salt: str | None = None, **fields: object) -> dict:
-        return tree.serve(self.prompt(document), self.hint(document, **fields), salt=salt)
+    def read(
+        self, tree: Tree, document: Sequence[int], *, salt: str | None = None, settle: bool = True, **fields: object
+    ) -> dict:
+        return tree.serve(self.prompt(document), self.hint(document, **fields), salt=salt, settle=settle)
 
 
 def document(seed: int, length: int = 48) -> list[int]:

@@ -30,8 +30,9 @@ def test_unseen_content_is_corrected_to_what_a_dense_run_gives() -> None:
     report = req.kvcmas.report.as_dict()
     assert (report["exact_tokens"], report["corrected_tokens"], report["computed_tokens"]) == (7, N, 2)
     assert (report["reason"], report["source"], report["estimator"]) == ("reused", "planner", "affine")
-    for got, want in zip(tree.held(req), tree.expected(req), strict=True):
-        assert (got - want).norm() / want.norm() < 0.02
+    moved = tree.model.kv(PLANNER.prefix, CRITIC.prompt(unseen), 0)
+    for got, want, rotated in zip(tree.held(req), tree.expected(req), moved, strict=True):
+        assert (got - want).norm() < 0.3 * (rotated - want).norm()
     tree.finish(req)
     tree.check()
 
@@ -100,6 +101,24 @@ def test_a_dense_run_replaces_corrected_kv() -> None:
     dense = CRITIC.read(tree, text, reuse="never")
     assert (dense["reason"], dense["corrected_tokens"]) == ("declined", 0)
     req = tree.request(CRITIC.prompt(text), CRITIC.hint(text))
+    tree.admit(req)
+    assert req.kvcmas.report.as_dict()["reason"] == "exact"
+    for got, want in zip(tree.held(req), tree.expected(req), strict=True):
+        assert torch.equal(got, want)
+    tree.finish(req)
+    tree.check()
+
+
+def test_a_dense_run_under_way_replaces_what_was_corrected_meanwhile() -> None:
+    tree, text = Tree(), document(99)
+    learned(tree)
+    dense = tree.request(CRITIC.prompt(text), CRITIC.hint(text))
+    tree.admit(dense)
+    assert dense.kvcmas.report.as_dict()["reason"] == "no_source"
+    PLANNER.read(tree, text, settle=False)
+    assert tree.serve(CRITIC.prompt(text, (9, 9)), CRITIC.hint(text), settle=False)["corrected_tokens"] == N
+    tree.finish(dense)
+    req = tree.request(CRITIC.prompt(text, (8,)), CRITIC.hint(text))
     tree.admit(req)
     assert req.kvcmas.report.as_dict()["reason"] == "exact"
     for got, want in zip(tree.held(req), tree.expected(req), strict=True):
