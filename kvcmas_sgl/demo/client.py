@@ -181,9 +181,8 @@ def _positions(entries: Sequence[Any], count: int) -> tuple[dict[int, float], ..
 
 def agent_report(meta: Mapping[str, Any]) -> Mapping[str, Any]:
     """What our server did with the hint, from a response's `meta_info`."""
-    report = meta["kvcmas"]
-    # SGLang repeats it in the later events of a stream as the list that it gathers such values in.
-    return report[-1] if isinstance(report, list) else report
+    report: Mapping[str, Any] = meta["kvcmas"]
+    return report
 
 
 def _require_ok(response: requests.Response) -> None:

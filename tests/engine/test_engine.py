@@ -69,8 +69,8 @@ def test_identical_context_gives_a_zero_delta(engine: Any) -> None:
     report = read(engine, TWIN, span)
     assert (report["estimator"], report["predicted_error"]) == ("identical", 0.0)
     assert (report["exact_tokens"], report["corrected_tokens"]) == (len(TWIN.head()) + N, 0)
-    # A question that neither has asked: both compute the same tail over the cached span.
-    prompt, answer = PLANNER.prompt(span, "Who is named?"), document(7, 8)
+    # A tail that shares not one token with what either asked: both compute all of it, over the cached span.
+    prompt, answer = [*PLANNER.head(), *span, *document(3, 12)], document(7, 8)
     twin = distributions(engine, prompt, answer, kv_hints=TWIN.hint(span))
     own = distributions(engine, prompt, answer, kv_hints=PLANNER.hint(span))
     assert twin == own
