@@ -48,6 +48,13 @@ def test_curl_without_hints_gets_what_stock_gives(server: ServerProcess) -> None
     assert "Paris" in out["text"] and "kvcmas" not in out["meta_info"]
 
 
+def test_the_log_says_in_one_line_what_is_active(server: ServerProcess) -> None:
+    lines = [line for line in server.log.read_text().splitlines() if "kvcmas is active" in line]
+    assert len(lines) == 1
+    for setting in ("policy=gated", "estimator=affine", "max_kl=0.05", "layers=30"):
+        assert setting in lines[0]
+
+
 def test_the_openai_client_works_unchanged(server: ServerProcess) -> None:
     import openai
 

@@ -218,3 +218,10 @@ def document(seed: int, length: int = 48) -> list[int]:
 PLANNER = Role("planner", [1, 2, 3, 4, 5])
 CRITIC = Role("critic", [1, 9, 8, 10, 11, 12, 13])
 CODER = Role("coder", [1, 14, 15])
+
+
+def learned(tree: Tree) -> None:
+    """Planner, then critic, read five documents: the edge is learned."""
+    for seed in range(5):
+        PLANNER.read(tree, document(seed))
+        CRITIC.read(tree, document(seed))

@@ -10,7 +10,7 @@ from kvcmas_sgl.radix_ext.sources import content_key, digest
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams, MatchPrefixParams
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
-from tests.tree.harness import CRITIC, PLANNER, Tree, document
+from tests.tree.harness import CRITIC, PLANNER, Tree, document, learned
 
 N = 48
 CONSUMER_RANK = 16
@@ -52,9 +52,7 @@ def test_own_deltas_follow_a_split_row_by_row() -> None:
 
 def test_provenance_follows_a_split() -> None:
     tree, text = Tree(), document(99)
-    for seed in range(5):
-        PLANNER.read(tree, document(seed))
-        CRITIC.read(tree, document(seed))
+    learned(tree)
     PLANNER.read(tree, text)
     assert CRITIC.read(tree, text)["corrected_tokens"] == N
     CRITIC.read(tree, text[: N // 2] + document(50)[: N // 2])
@@ -107,9 +105,7 @@ def test_the_byte_budget_is_kept() -> None:
 
 def test_nobody_reaches_an_agents_kv_but_the_agent() -> None:
     tree, text = Tree(), document(99)
-    for seed in range(5):
-        PLANNER.read(tree, document(seed))
-        CRITIC.read(tree, document(seed))
+    learned(tree)
     PLANNER.read(tree, text)
     assert CRITIC.read(tree, text)["corrected_tokens"] == N
     prompt = array("q", CRITIC.prompt(text))
@@ -127,9 +123,7 @@ def test_nobody_reaches_an_agents_kv_but_the_agent() -> None:
 
 def test_another_salt_shares_neither_kv_nor_knowledge() -> None:
     tree, text = Tree(), document(99)
-    for seed in range(5):
-        PLANNER.read(tree, document(seed))
-        CRITIC.read(tree, document(seed))
+    learned(tree)
     PLANNER.read(tree, text)
     assert CRITIC.read(tree, text, salt="tenant")["reason"] == "prefix_not_resident"
     PLANNER.read(tree, document(3))

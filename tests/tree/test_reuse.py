@@ -9,16 +9,9 @@ import torch
 from kvcmas_sgl.radix_ext.decision import Reason
 from kvcmas_sgl.radix_ext.sources import content_key, digest
 
-from tests.tree.harness import CODER, CRITIC, PLANNER, WIDTH, Role, Tree, document
+from tests.tree.harness import CODER, CRITIC, PLANNER, WIDTH, Role, Tree, document, learned
 
 N = 48
-
-
-def learned(tree: Tree, spans: int = 5, *, reader: Role = CRITIC) -> None:
-    """Planner, then reader, read some documents: the edge is learned."""
-    for seed in range(spans):
-        PLANNER.read(tree, document(seed))
-        reader.read(tree, document(seed))
 
 
 def test_unseen_content_is_corrected_to_what_a_dense_run_gives() -> None:
