@@ -10,12 +10,22 @@ def activate() -> None:
 
     With settings that a parent process published, the server is extended too.
     """
-    from kvcmas_sgl.config import published_config
-    from kvcmas_sgl.seams import install
+    from sglang.srt.mem_cache.registry import register_radix_cache_backend, registered_radix_cache_backends
+    from sglang.srt.plugins.hook_registry import HookType
 
-    install.extend_arguments()
+    from kvcmas_sgl.config import RADIX_CACHE_BACKEND, published_config
+    from kvcmas_sgl.cpu import attention
+    from kvcmas_sgl.seams import arguments, cache_factory, hooks
+
+    if RADIX_CACHE_BACKEND not in registered_radix_cache_backends():
+        register_radix_cache_backend(RADIX_CACHE_BACKEND, cache_factory.create)
+    attention.register()
+    server_args = "sglang.srt.server_args.ServerArgs"
+    hooks.register(f"{server_args}.add_cli_args", arguments.after_add_cli_args, HookType.AFTER)
+    hooks.register(f"{server_args}.from_cli_args", arguments.before_from_cli_args, HookType.BEFORE)
+    hooks.register(f"{server_args}.check_server_args", arguments.after_check_server_args, HookType.AFTER)
     if published_config() is not None:
-        install.extend_server()
+        hooks.extend_server()
 
 
 def show_flags_in_help() -> None:

@@ -1,6 +1,7 @@
 """The correction op and the deltas that it applies. Knows tensors only."""
 
-from .correction import BACKENDS, CorrectionError, CorrectionPlan, Segment, plan, run
+from .batch import CorrectionError, CorrectionPlan, Segment
+from .correction import BACKENDS, plan, run
 from .delta import ZERO_DELTA, AffineDelta, Delta, LowRankDelta, ZeroDelta
 from .rope import RotaryTable, rotate
 

@@ -11,65 +11,15 @@ with fp32 arithmetic and one rounding to the pool's dtype at the end. Layer 0 is
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from .batch import CorrectionPlan, Group, Segment
 from .delta import Delta, ZeroDelta
 from .rope import RotaryTable
 
 BACKENDS = ("auto", "torch")
-
-
-class CorrectionError(ArithmeticError):
-    """Corrected KV holds NaN or Inf: the target slots must not be used, prefill the span densely."""
-
-
-@dataclass(frozen=True)
-class Segment:
-    """Consecutive rows of a span, from the source's slots to the consumer's.
-
-    source_slots, target_slots: int64 [n]. source_start, target_start: positions of the first row in the source's and
-    in the consumer's sequence. offset: of the first row inside the span. delta: None moves without correcting.
-    """
-
-    source_slots: Tensor
-    target_slots: Tensor
-    source_start: int
-    target_start: int
-    offset: int = 0
-    delta: Delta | None = None
-
-
-@dataclass(frozen=True)
-class Group:
-    """Rows of a plan that share one delta. Slots, offsets: int64 [n]; rotations: fp32 [n, rotary_dim / 2].
-
-    ``moved`` is false if no row changes its position. ``leave`` un-ropes at the source, ``arrive`` ropes at the target,
-    ``shift`` is both at once.
-    """
-
-    source: Tensor
-    target: Tensor
-    t: Tensor
-    delta: Delta | None
-    moved: bool
-    shift: tuple[Tensor, Tensor]
-    leave: tuple[Tensor, Tensor] | None
-    arrive: tuple[Tensor, Tensor] | None
-
-
-@dataclass(frozen=True)
-class CorrectionPlan:
-    """What ``run`` needs, device tensors only. ``rows`` is the number of tokens, over all groups."""
-
-    groups: tuple[Group, ...]
-    table: RotaryTable
-    kv_heads: int
-    head_dim: int
-    backend: str
-    rows: int
 
 
 def _check(segments: Sequence[Segment], table: RotaryTable, width: int) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .correction import CorrectionError, CorrectionPlan, Group
+from .batch import CorrectionError, CorrectionPlan, Group
 from .rope import RotaryTable, turn_
 
 

@@ -13,7 +13,7 @@ from kvcmas_sgl.config import (
     config_from_arguments,
     published_config,
 )
-from kvcmas_sgl.seams import install
+from kvcmas_sgl.seams import hooks
 from kvcmas_sgl.support import UnsupportedSetupError, check_arguments, check_model
 
 _on_command_line = False
@@ -31,7 +31,7 @@ def before_from_cli_args(cls: type, args: argparse.Namespace) -> None:
     if config is not None:
         _on_command_line = True
         config.publish()
-        install.extend_server()
+        hooks.extend_server()
 
 
 def after_check_server_args(result: None, server_args: Any) -> None:
@@ -44,8 +44,8 @@ def after_check_server_args(result: None, server_args: Any) -> None:
     if published_config() is None:
         KvcmasConfig().publish()
     # Settings may have been published after this process loaded its plugins.
-    install.extend_server()
-    install.check_complete()
+    hooks.extend_server()
+    hooks.check_complete()
     try:
         check_arguments(arguments)
         from sglang.srt.configs.model_config import ModelConfig

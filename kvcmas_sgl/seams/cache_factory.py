@@ -20,10 +20,10 @@ def create(ctx: Any) -> Any:
     from kvcmas_sgl.radix_ext.cache import DeltaRadixCache
     from kvcmas_sgl.radix_ext.kv_view import KVView
     from kvcmas_sgl.radix_ext.node_marks import DeltaFullComponent
-    from kvcmas_sgl.seams import install
+    from kvcmas_sgl.seams import hooks
 
-    install.extend_server()
-    install.check_complete()
+    hooks.extend_server()
+    hooks.check_complete()
     config = published_config() or KvcmasConfig()
     pool = ctx.params.token_to_kv_pool_allocator.get_kvcache()
     view = KVView(pool.k_buffer, pool.v_buffer, rotary_table(ctx.tp_worker.model_runner.model))
