@@ -276,7 +276,10 @@ class DeltaRadixCache(UnifiedRadixCache):
         if request is None or self.disable:
             super().checkpoint(req, up_to=up_to, **kwargs)
             return
-        self._replace_corrected(req, up_to)
+        try:
+            self._replace_corrected(req, up_to)
+        except Exception:
+            self._failed(request, "replacing corrected KV")
         super().checkpoint(req, up_to=up_to, **kwargs)
         try:
             if not request.settled and up_to >= request.report.prompt_tokens:

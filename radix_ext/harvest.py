@@ -93,6 +93,9 @@ class Harvester:
             slots = self.slots_of(base)
             if slots is not None:
                 sampled.append((base, self.view.sample(slots, base.start, t)))
+        # Before the first observation: an estimator must not learn some layers of a span and not the others.
+        if not all(part.finite for part in (rows, *(base_rows for _, base_rows in sampled))):
+            raise ValueError("a dense run or its source holds NaN or Inf: nothing is learned from it")
         yield
         for base, base_rows in sampled:
             yield from self._learn(job.consumer, base, rows, base_rows, t, weight)

@@ -18,6 +18,10 @@ class SampledRows:
     v: Tensor
     positions: Tensor
 
+    @property
+    def finite(self) -> bool:
+        return bool(torch.isfinite(self.k).all() and torch.isfinite(self.v).all())
+
 
 @dataclass(frozen=True, eq=False)
 class KVView:

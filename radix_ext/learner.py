@@ -22,6 +22,8 @@ MAX_JOBS = 32
 BUSY_JOBS = 4
 """From this many waiting jobs on, a busy server takes a step at each checkpoint."""
 
+_DONE = object()
+
 
 class Learner:
     """A queue of harvest jobs, and the budget of what they leave behind."""
@@ -66,11 +68,11 @@ class Learner:
         started = time.perf_counter()
         try:
             with torch.inference_mode():
-                next(self._jobs[0])
-        except StopIteration:
-            self._jobs.popleft()
-            self._statistics.spans_learned += 1
-            self._keep_budget()
+                done = next(self._jobs[0], _DONE) is _DONE
+            if done:
+                self._keep_budget()
+                self._jobs.popleft()
+                self._statistics.spans_learned += 1
         except Exception:
             self._jobs.popleft()
             self._statistics.fallbacks += 1

@@ -38,9 +38,7 @@ def factor(matrix: Tensor, rank: int) -> tuple[Tensor, Tensor]:
         eye = torch.eye(n, device=matrix.device).expand(*matrix.shape[:-2], n, n)
         return eye.contiguous(), matrix.clone()
     sketch = min(rank + _OVERSAMPLE, full)
-    generator = torch.Generator().manual_seed(_SEED)
-    test = torch.randn(width, sketch, generator=generator).to(matrix.device)
-    basis = torch.linalg.qr(matrix @ test).Q
+    basis = torch.linalg.qr(matrix @ _test_matrix(width, sketch, matrix.device)).Q
     for _ in range(_POWER_ITERATIONS):
         # QR between the two products: without it the small singular directions drown in fp32 rounding.
         basis = torch.linalg.qr(matrix @ torch.linalg.qr(matrix.mT @ basis).Q).Q
@@ -67,10 +65,13 @@ def compress(matrix: Tensor, rank: int) -> tuple[Tensor, Tensor]:
         eye = torch.eye(width, device=matrix.device).expand(*matrix.shape[:-2], width, width)
         return matrix.clone(), eye.contiguous()
     sketch = min(rank + _OVERSAMPLE, width)
-    generator = torch.Generator().manual_seed(_SEED)
-    basis = torch.randn(width, sketch, generator=generator).to(matrix.device)
+    basis = _test_matrix(width, sketch, matrix.device)
     for _ in range(1 + _POWER_ITERATIONS):
         basis = torch.linalg.qr(matrix.mT @ (matrix @ basis)).Q
     left = matrix @ basis
     rotation = torch.linalg.eigh((left.mT @ left).double()).eigenvectors[..., -rank:].flip(-1).float()
     return left @ rotation, (basis @ rotation).mT
+
+
+def _test_matrix(width: int, sketch: int, device: torch.device) -> Tensor:
+    return torch.randn(width, sketch, generator=torch.Generator().manual_seed(_SEED)).to(device)
