@@ -39,6 +39,10 @@ class KvcmasConfig:
         Rank of own deltas, measured on dense runs; 0 keeps none.
     min_span
         Shortest span, in tokens, that is reused or learned from.
+    head
+        Tokens at the start of every span that are always computed: the error of a correction is concentrated there.
+    auto
+        Whether requests without a hint are agents too: spans are found by their content.
     max_kl
         Quality budget: largest predicted KL, in nats, of the next-token distribution for a reused span.
     state_bytes
@@ -54,6 +58,8 @@ class KvcmasConfig:
     rank: int = 64
     own_rank: int = 32
     min_span: int = 64
+    head: int = 0
+    auto: bool = False
     max_kl: float = 0.02
     state_bytes: int = 1 << 30
     log_decisions: LogDecisions = "off"
@@ -71,6 +77,7 @@ class KvcmasConfig:
             ("rank", 1, 4096),
             ("own_rank", 0, 4096),
             ("min_span", 1, 1 << 20),
+            ("head", 0, 1 << 20),
             ("state_bytes", 0, 1 << 50),
         ):
             value = getattr(self, name)
@@ -79,8 +86,9 @@ class KvcmasConfig:
         number = isinstance(self.max_kl, (int, float)) and not isinstance(self.max_kl, bool)
         if not number or not 0 <= self.max_kl <= 10:
             raise ConfigError(f"{_flag('max_kl')} is {self.max_kl!r}, but must be a number from 0 to 10 (nats).")
-        if not isinstance(self.allow_overrides, bool):
-            raise ConfigError(f"{_flag('allow_overrides')} is {self.allow_overrides!r}, but must be true or false.")
+        for name in ("auto", "allow_overrides"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"{_flag(name)} is {getattr(self, name)!r}, but must be true or false.")
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> KvcmasConfig:
@@ -125,6 +133,12 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add("rank", "Rank of the predicted delta, features per layer.", type=int)
     add("own_rank", "Rank of own deltas kept on the source's nodes; 0 keeps none.", type=int)
     add("min_span", "Shortest span that is reused, tokens.", type=int)
+    add("head", "First tokens of every span that are always computed.", type=int)
+    group.add_argument(
+        _flag("auto"),
+        action="store_true",
+        help="Find shared spans by their content in requests without a hint (default: off)",
+    )
     add("max_kl", "Quality budget: largest predicted KL of a reused span, nats.", type=float)
     add("state_bytes", "Budget for deltas and estimator state, bytes.", type=int)
     add("log_decisions", "Which decisions are logged.", choices=get_args(LogDecisions))

@@ -3,9 +3,10 @@
 =================================  =======  =====================================================
 name                               labels   meaning
 =================================  =======  =====================================================
-``kvcmas:requests_total``          reason   agent requests by what happened to their span
+``kvcmas:requests_total``          auto     agent requests: ``false`` with a hint, ``true`` found by content
+``kvcmas:spans_total``             reason   shared spans by what happened to them
 ``kvcmas:prompt_tokens_total``     kind     prompt tokens: ``exact``, ``corrected``, ``computed``
-``kvcmas:predicted_kl``            --       histogram of the predicted KL of reused spans, nats
+``kvcmas:predicted_kl``            --       histogram of the predicted KL of prompts with corrected KV, nats
 ``kvcmas:fallbacks_total``         --       internal failures that ended in a dense prefill
 ``kvcmas:state_bytes``             part     bytes held: ``own_deltas``, ``estimators``
 =================================  =======  =====================================================
@@ -29,16 +30,19 @@ def export(cache: DeltaRadixCache) -> None:
     # prometheus_client picks its multi-process mode at import: SGLang has set it up by now.
     from prometheus_client import Counter, Gauge, Histogram
 
-    requests = Counter("kvcmas:requests", "Agent requests by what happened to their span.", ["reason"])
+    requests = Counter("kvcmas:requests", "Agent requests.", ["auto"])
+    spans = Counter("kvcmas:spans", "Shared spans by what happened to them.", ["reason"])
     tokens = Counter("kvcmas:prompt_tokens", "Prompt tokens of agent requests.", ["kind"])
-    predicted = Histogram("kvcmas:predicted_kl", "Predicted KL of reused spans, nats.", buckets=_KL_BUCKETS)
+    predicted = Histogram("kvcmas:predicted_kl", "Predicted KL of prompts with corrected KV, nats.", buckets=_KL_BUCKETS)
     fallbacks = Counter("kvcmas:fallbacks", "Internal failures that ended in a dense prefill.")
     state = Gauge("kvcmas:state_bytes", "Bytes held.", ["part"], multiprocess_mode="mostrecent")
     counted = 0
 
     def on_report(report: Report) -> None:
         nonlocal counted
-        requests.labels(str(report.reason)).inc()
+        requests.labels(str(report.auto).lower()).inc()
+        for span in report.spans:
+            spans.labels(str(span.reason)).inc()
         tokens.labels("exact").inc(report.exact_tokens)
         tokens.labels("corrected").inc(report.corrected_tokens)
         tokens.labels("computed").inc(report.computed_tokens)

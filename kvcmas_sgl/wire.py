@@ -14,6 +14,7 @@ Payload fields:
 ``workflow``  optional name of the run that this request belongs to.
 ``reuse``     ``auto`` (default) or ``never``: prefill this request densely, and let it replace corrected KV.
 ``policy``, ``estimator``  overrides of the server's settings, where it allows them (``--kvcmas-allow-overrides``).
+``auto``      alone and false: this request is no agent's; spans are not looked for in it (``--kvcmas-auto``).
 
 Other actions in the envelope are ignored, as SGLang's contract says. This module imports no SGLang.
 """
@@ -47,7 +48,10 @@ class HintError(ValueError):
 
 @dataclass(frozen=True)
 class AgentHint:
-    """A validated hint. ``spans`` are ascending, disjoint and non-empty ``[start, end)`` pairs in ``unit``s."""
+    """A validated hint. ``spans`` are ascending, disjoint and non-empty ``[start, end)`` pairs in ``unit``s.
+
+    The hint of a request that opts out of automatic mode is `OPT_OUT`: it has no role.
+    """
 
     role: str
     spans: tuple[Span, ...]
@@ -59,6 +63,8 @@ class AgentHint:
 
     def payload(self) -> dict[str, Any]:
         """The JSON form; optional fields that are not set are left out."""
+        if self == OPT_OUT:
+            return {"auto": False}
         values: dict[str, Any] = {
             "role": self.role,
             "unit": self.unit,
@@ -69,6 +75,9 @@ class AgentHint:
             if getattr(self, name) is not None:
                 values[name] = getattr(self, name)
         return values
+
+
+OPT_OUT = AgentHint(role="", spans=())
 
 
 def agent_hint(
@@ -125,6 +134,10 @@ def find_hint(envelope: Any) -> AgentHint | None:
 
 def parse_payload(payload: Mapping[str, Any]) -> AgentHint:
     """Validate a payload (see the module's docstring). Raises `HintError`."""
+    if "auto" in payload:
+        if payload["auto"] is not False or len(payload) > 1:
+            raise HintError(f"auto is {_shown(payload['auto'])}, but may only be false, and only stand alone.")
+        return OPT_OUT
     for name in payload:
         if name not in _FIELDS:
             raise HintError(f"unknown field {_shown(name)} in {ACTION_TYPE}; known are {', '.join(_FIELDS)}.")

@@ -1,80 +1,98 @@
-"""What happened to a span and why: the closed list of reasons, the plan, and the report to the client."""
+"""What happens to a span and why: the closed list of reasons, the pieces of a plan, and the report to the client."""
 
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from kvcmas_sgl.radix_ext.sources import Source
+    from kvcmas_sgl.radix_ext.sources import Agent, Source
 
 
 class Reason(enum.StrEnum):
-    """Why a prompt's span was, or was not, reused. Closed: metrics use it as a label."""
+    """Why a span was, or was not, reused. Closed: metrics use it as a label."""
 
     REUSED = "reused"
-    """Corrected from another agent's KV."""
+    """Corrected from other KV of the same content, all of it or in part."""
     EXACT = "exact"
     """The role's own exact KV was resident."""
     OWN_CORRECTED = "own_corrected"
     """The role's own KV was resident, from an earlier correction."""
     NO_SPAN = "no_span"
-    """The hint marks no span."""
+    """The hint marks no span, or (automatic mode) no known content was found."""
     TOO_SHORT = "too_short"
     """The span is shorter than ``min_span``."""
-    PREFIX_NOT_RESIDENT = "prefix_not_resident"
-    """The agent's own prefix is not in the cache, so a correction has no place to start."""
+    NO_PREFIX = "no_prefix"
+    """The span opens the prompt: its first tokens are the attention sink, which is the agent's own."""
     NO_SOURCE = "no_source"
-    """No other agent's KV of this content is resident."""
+    """No other KV of this content is resident."""
     EDGE_UNKNOWN = "edge_unknown"
     """Too few dense runs of this pair of agents to vouch for a prediction."""
     OVER_BUDGET = "over_budget"
-    """The predicted KL is above the quality budget."""
+    """The predicted KL, on top of what the prompt holds already, is above the quality budget."""
     DECLINED = "declined"
     """The request or the server's policy asked for a dense prefill."""
-    NO_ROOM = "no_room"
-    """No slots could be allocated for the corrected KV."""
+    NOT_PREFILLED = "not_prefilled"
+    """The span's KV must be computed for another reason: its input logprobs or hidden states were asked for."""
+    GONE = "gone"
+    """The source left the cache, or no memory was left, between the decision and the correction."""
     FAILED = "failed"
     """An internal error; the span was prefilled."""
 
 
 @dataclass(frozen=True)
-class Plan:
-    """A span that can be placed: from which source, with whose delta, at which predicted error.
+class Base:
+    """KV that a stretch can be corrected from: a source, the agent that holds it there, and where in its content.
 
-    ``error`` is the accumulated relative error of the corrected KV (dimensionless, root mean square);
-    ``kl`` its predicted effect on the next-token distribution, nats. ``exact`` marks a bit-exact copy.
+    ``offset`` is the place, in the source's content, of the first token of the stretch.
     """
 
     source: Source
-    estimator: str
-    error: float
-    kl: float
-    exact: bool = False
+    agent: Agent
+    offset: int
 
 
 @dataclass(frozen=True)
-class Refusal:
-    """A span that is prefilled, and why; with the error that was predicted, if one was."""
+class Piece:
+    """A stretch ``[start, stop)`` of a prompt that can be placed: from which base, with whose delta, at which error.
 
-    reason: Reason
-    error: float | None = None
-    kl: float | None = None
+    ``error`` is the accumulated relative error of the corrected KV (dimensionless, root mean square); ``kl`` its
+    predicted effect on the next-token distribution, nats. ``exact`` marks a bit-exact copy. ``base.offset`` belongs
+    to ``start``. ``context`` names the tokens before the stretch, under which own deltas are kept.
+    """
+
+    span: int
+    start: int
+    stop: int
+    base: Base
+    estimator: str
+    error: float
+    kl: float
+    context: str
+    exact: bool = False
+
+    def cut(self, start: int, stop: int) -> Piece | None:
+        """The part of it inside ``[start, stop)``; None when there is none."""
+        first, last = max(start, self.start), min(stop, self.stop)
+        if first >= last:
+            return None
+        base = Base(self.base.source, self.base.agent, self.base.offset + first - self.start)
+        share = (last - first) / (self.stop - self.start)
+        return Piece(
+            self.span, first, last, base, self.estimator, self.error, self.kl * share, self.context, self.exact
+        )
 
 
 @dataclass
-class Report:
-    """What one request's prompt got; a dict of it is the response's ``meta_info["kvcmas"]``.
+class SpanReport:
+    """What one span got; its tokens are ``exact + corrected + computed``. KL in nats."""
 
-    ``exact_tokens + corrected_tokens + computed_tokens`` is the prompt's length.
-    """
-
-    role: str
-    prompt_tokens: int
+    start: int
+    stop: int
     exact_tokens: int = 0
     corrected_tokens: int = 0
-    reason: Reason = Reason.NO_SPAN
+    reason: Reason = Reason.NO_SOURCE
     source: str | None = None
     estimator: str | None = None
     predicted_error: float | None = None
@@ -82,17 +100,68 @@ class Report:
 
     @property
     def computed_tokens(self) -> int:
-        return self.prompt_tokens - self.exact_tokens - self.corrected_tokens
+        return self.stop - self.start - self.exact_tokens - self.corrected_tokens
 
     def as_dict(self) -> dict[str, Any]:
         return {
-            "role": self.role,
+            "start": self.start,
+            "stop": self.stop,
             "exact_tokens": self.exact_tokens,
             "corrected_tokens": self.corrected_tokens,
             "computed_tokens": self.computed_tokens,
-            "source": self.source,
-            "estimator": self.estimator,
-            "predicted_error": self.predicted_error,
-            "predicted_kl": self.predicted_kl,
-            "reason": str(self.reason),
+            **_why(self),
         }
+
+
+@dataclass
+class Report:
+    """What one request's prompt got; a dict of it is the response's ``meta_info["kvcmas"]``.
+
+    ``exact_tokens + corrected_tokens + computed_tokens`` is the prompt's length. What stands beside them is that of
+    the first span that was reused, or else of the first span; ``predicted_kl`` is that of all corrected KV in the prompt,
+    where there is any.
+    """
+
+    role: str
+    prompt_tokens: int
+    auto: bool = False
+    exact_tokens: int = 0
+    corrected_tokens: int = 0
+    predicted_kl: float | None = None
+    spans: list[SpanReport] = field(default_factory=list)
+
+    @property
+    def computed_tokens(self) -> int:
+        return self.prompt_tokens - self.exact_tokens - self.corrected_tokens
+
+    @property
+    def reason(self) -> Reason:
+        span = self._leading()
+        return Reason.NO_SPAN if span is None else span.reason
+
+    def as_dict(self) -> dict[str, Any]:
+        leading = self._leading() or SpanReport(0, 0, reason=Reason.NO_SPAN)
+        return {
+            "role": self.role,
+            "auto": self.auto,
+            "exact_tokens": self.exact_tokens,
+            "corrected_tokens": self.corrected_tokens,
+            "computed_tokens": self.computed_tokens,
+            **_why(leading),
+            "predicted_kl": leading.predicted_kl if self.predicted_kl is None else self.predicted_kl,
+            "spans": [span.as_dict() for span in self.spans],
+        }
+
+    def _leading(self) -> SpanReport | None:
+        reused = (span for span in self.spans if span.reason is Reason.REUSED)
+        return next(reused, self.spans[0] if self.spans else None)
+
+
+def _why(span: SpanReport) -> dict[str, Any]:
+    return {
+        "reason": str(span.reason),
+        "source": span.source,
+        "estimator": span.estimator,
+        "predicted_error": span.predicted_error,
+        "predicted_kl": span.predicted_kl,
+    }

@@ -8,8 +8,8 @@ estimator sees the run: the corrected KV against the true one, as a relative err
 The energy of the error sits in the span's first tokens and hardly grows with its length (method, section 4),
 so ``q = e^2 * tokens`` is kept per edge and estimator, and a span of n tokens is predicted at
 ``e = sqrt(q / n)``. The margin is one-sided: the largest of the recent pairs, raised the more the fewer
-there are. Errors along a chain add. The KL of the next-token distribution follows ``e^2`` with a
-factor measured on SmolLM2-135M (`KL_PER_SQUARED_ERROR`); a calibration per model can replace it.
+there are. Errors along a chain add. The KL of the next-token distribution follows ``e^2``, averaged over the prompt's
+tokens, with a factor measured on SmolLM2-135M (`KL_PER_SQUARED_ERROR`); a calibration per model can replace it.
 """
 
 from __future__ import annotations
@@ -70,9 +70,12 @@ class Gate:
         longest = max(pair.tokens for pair in pairs)
         return math.sqrt(max(pair.q for pair in pairs) * margin / min(tokens, longest))
 
-    def kl(self, error: float) -> float:
-        """Predicted KL, nats, of corrected KV with an accumulated relative error."""
-        return KL_PER_SQUARED_ERROR * error * error
+    def kl(self, error: float, share: float = 1.0) -> float:
+        """Predicted KL, nats, of corrected KV with an accumulated relative error, that is a ``share`` of its prompt.
+
+        Squared errors of several spans add, each by the share of the prompt that it stands for.
+        """
+        return KL_PER_SQUARED_ERROR * error * error * share
 
     def admits(self, kl: float) -> bool:
         """Whether a predicted KL is inside the budget."""

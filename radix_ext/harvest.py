@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+from kvcmas_sgl.radix_ext.decision import Base
 from kvcmas_sgl.radix_ext.delta_store import Factors, Rows
 from kvcmas_sgl.radix_ext.estimators import Estimator, Observation
 from kvcmas_sgl.radix_ext.gate import Gate
@@ -47,10 +48,15 @@ class ErrorMeter:
 
 @dataclass(frozen=True)
 class HarvestJob:
-    """What one dense run can teach: the run itself, and the exact sources of its content, best first."""
+    """What one dense run can teach: a stretch of ``length`` tokens as its reader computed it, and as others hold it.
 
-    consumer: Source
-    bases: tuple[Source, ...]
+    ``bases`` come best first; ``own`` is the name under which the measured delta is kept.
+    """
+
+    consumer: Base
+    bases: tuple[Base, ...]
+    length: int
+    own: str
 
 
 class Harvester:
@@ -58,10 +64,12 @@ class Harvester:
 
     Parameters
     ----------
+    head
+        First tokens of a span that are always computed: they have no error.
     slots_of
-        Slots (int64 [n]) of a source's span, or None when it has left the tree.
+        Slots (int64 [n]) of a source's content, or None when it has left the tree.
     attach
-        Puts the own delta's rows on the nodes of the base, under the consumer's key.
+        Puts the own delta's rows on the nodes of the base, under a name.
     """
 
     def __init__(
@@ -71,6 +79,7 @@ class Harvester:
         gate: Gate,
         *,
         own_rank: int,
+        head: int,
         slots_of: Callable[[Source], Tensor | None],
         attach: Callable[[Source, str, Rows], None],
     ) -> None:
@@ -78,42 +87,51 @@ class Harvester:
         self.estimators = estimators
         self.gate = gate
         self.own_rank = own_rank
+        self.head = head
         self.slots_of = slots_of
         self.attach = attach
 
     def steps(self, job: HarvestJob) -> Iterator[None]:
         """Do the job; every ``next`` is one short step. Ends early when the KV has left the tree."""
-        consumer_slots = self.slots_of(job.consumer)
+        consumer_slots = self._slots(job.consumer, job.length)
         if consumer_slots is None:
             return
-        t, weight = sample_offsets(job.consumer.length, consumer_slots.device)
-        rows = self.view.sample(consumer_slots, job.consumer.start, t)
-        sampled: list[tuple[Source, SampledRows]] = []
+        t, weight = sample_offsets(job.length, consumer_slots.device)
+        rows = self.view.sample(consumer_slots, _position(job.consumer), t)
+        sampled: list[tuple[Base, SampledRows]] = []
         for base in job.bases:
-            slots = self.slots_of(base)
+            slots = self._slots(base, job.length)
             if slots is not None:
-                sampled.append((base, self.view.sample(slots, base.start, t)))
+                sampled.append((base, self.view.sample(slots, _position(base), t)))
         # Before the first observation: an estimator must not learn some layers of a span and not the others.
         if not all(part.finite for part in (rows, *(base_rows for _, base_rows in sampled))):
             raise ValueError("a dense run or its source holds NaN or Inf: nothing is learned from it")
         yield
         for base, base_rows in sampled:
-            yield from self._learn(job.consumer, base, rows, base_rows, t, weight)
-        if self.own_rank and sampled:
-            yield from self._factor(job.consumer, sampled[0][0])
+            yield from self._learn(job, base, rows, base_rows, t, weight)
+        whole = [base for base, _ in sampled if base.offset == 0 and base.source.length == job.length]
+        if self.own_rank and whole:
+            yield from self._factor(job, whole[0])
+
+    def _slots(self, base: Base, length: int) -> Tensor | None:
+        slots = self.slots_of(base.source)
+        return None if slots is None else slots[base.offset : base.offset + length]
 
     def _learn(
         self,
-        consumer: Source,
-        base: Source,
+        job: HarvestJob,
+        base: Base,
         rows: SampledRows,
         base_rows: SampledRows,
         t: Tensor,
         weight: Tensor,
     ) -> Iterator[None]:
-        on = edge(base.agent, consumer.agent)
+        on = edge(base.agent, job.consumer.agent)
         predictions = {name: estimator.predict(on) for name, estimator in self.estimators.items()}
         meters = {name: ErrorMeter() for name, delta in predictions.items() if delta is not None}
+        # What is always computed has no error.
+        corrected = (t + job.consumer.offset >= self.head).float()[:, None]
+        at = t + base.offset
         # Layer 0 depends on the token alone: it is exact after rotation and would only dilute the error.
         for layers in _chunks(0, self.view.layers):
             true = self.view.canonical(rows.k[layers], rows.v[layers], rows.positions)
@@ -121,27 +139,27 @@ class Harvester:
             off = (true[0] - base_kv[0], true[1] - base_kv[1])
             scored = max(layers.start, 1) - layers.start
             for name, meter in meters.items():
-                left = _left_over(predictions[name], layers, t, base_kv, off)
+                left = [part * corrected for part in _left_over(predictions[name], layers, at, base_kv, off)]
                 meter.add((true[0][scored:], true[1][scored:]), (left[0][scored:], left[1][scored:]), weight)
-            observation = Observation(layers.start, t, base_kv[0], base_kv[1], off[0], off[1])
+            observation = Observation(layers.start, at, base_kv[0], base_kv[1], off[0], off[1])
             for estimator in self.estimators.values():
                 estimator.observe(on, observation)
             yield
         for name, meter in meters.items():
-            self.gate.record(on, name, squared_error=meter.squared_error, tokens=consumer.length)
+            self.gate.record(on, name, squared_error=meter.squared_error, tokens=job.length)
         for estimator in self.estimators.values():
             estimator.finish(on)
         yield
 
-    def _factor(self, consumer: Source, base: Source) -> Iterator[None]:
+    def _factor(self, job: HarvestJob, base: Base) -> Iterator[None]:
         left_k, right_k, left_v, right_v = [], [], [], []
         meter = ErrorMeter()
         for layers in _chunks(0, self.view.layers):
-            consumer_slots, base_slots = self.slots_of(consumer), self.slots_of(base)
+            consumer_slots, base_slots = self._slots(job.consumer, job.length), self._slots(base, job.length)
             if consumer_slots is None or base_slots is None:
                 return
-            true = self.view.rows(layers, consumer_slots, consumer.start)
-            start = self.view.rows(layers, base_slots, base.start)
+            true = self.view.rows(layers, consumer_slots, _position(job.consumer))
+            start = self.view.rows(layers, base_slots, _position(base))
             delta = (true[0] - start[0], true[1] - start[1])
             # The error is that of the stored, rounded factors: it is what a later placement will see.
             k = [part.to(self.view.dtype) for part in compress(delta[0], self.own_rank)]
@@ -155,7 +173,7 @@ class Harvester:
             right_v.append(v[1])
             yield
         factors = Factors(torch.cat(right_k), torch.cat(right_v), meter.squared_error**0.5)
-        self.attach(base, consumer.agent.key, Rows(factors, torch.cat(left_k), torch.cat(left_v)))
+        self.attach(base.source, job.own, Rows(factors, torch.cat(left_k), torch.cat(left_v)))
 
 
 def sample_offsets(length: int, device: torch.device | str = "cpu") -> tuple[Tensor, Tensor]:
@@ -172,6 +190,10 @@ def sample_offsets(length: int, device: torch.device | str = "cpu") -> tuple[Ten
     t = torch.cat([torch.arange(_DENSE_HEAD), tail]).to(device)
     weight = torch.cat([torch.ones(_DENSE_HEAD), torch.full((rest,), stride)]).to(device)
     return t, weight
+
+
+def _position(base: Base) -> int:
+    return base.source.start + base.offset
 
 
 def _left_over(

@@ -16,6 +16,7 @@ from sglang.srt.mem_cache.unified_cache.components import (
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.cache_init_params import CacheInitParams
     from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache, UnifiedTreeNode
+    from torch import Tensor
 
 _PROVENANCE = "kvcmas_provenance"
 _DELTAS = "kvcmas_deltas"
@@ -61,6 +62,11 @@ def get_delta(node: UnifiedTreeNode, consumer: str, store: DeltaStore) -> Rows |
     """The consumer's own delta of a node's tokens, if it still is in the store."""
     handle = _metadata(node).get(_DELTAS, {}).get(consumer)
     return None if handle is None else store.get(handle)
+
+
+def slots(node: UnifiedTreeNode) -> Tensor:
+    """Slots (int64 [n]) of a node's tokens in the pool."""
+    return node.component_data[BASE_COMPONENT_TYPE].value
 
 
 def path_to(node: UnifiedTreeNode) -> Iterator[UnifiedTreeNode]:

@@ -1,28 +1,50 @@
-"""Chooses the source and the correction for a span, or says why there is none."""
+"""Chooses what is corrected in a prompt, from which source and with which delta, and says why the rest is not."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
-from kvcmas_sgl.radix_ext.decision import Plan, Reason, Refusal
+from kvcmas_sgl.radix_ext.decision import Base, Piece, Reason, SpanReport
 from kvcmas_sgl.radix_ext.delta_store import Rows, join
 from kvcmas_sgl.radix_ext.estimators import Estimator
 from kvcmas_sgl.radix_ext.gate import Gate
-from kvcmas_sgl.radix_ext.sources import Agent, Source, edge
+from kvcmas_sgl.radix_ext.request import AUTO_ROLE, AgentRequest
+from kvcmas_sgl.radix_ext.sources import Agent, Match, Place, Source, digest, edge, token_digest
 from kvcmas_sgl.triton_kernels import Delta
 
 IDENTICAL = "identical"
 OWN = "own"
 NONE = "none"
 
+SHORTEST_PIECE = 16
+"""Tokens below which computing is as cheap as one more row in the forward pass; shorter rests are computed."""
+
+
+def own_key(agent: Agent, context: str) -> str:
+    """Name of an own delta: it holds for this agent with exactly these tokens before the span."""
+    return digest(agent.key.encode(), context.encode())
+
+
+@dataclass(frozen=True)
+class Wish:
+    """How one request wants to be planned: its override of the estimator, and whether the budget counts."""
+
+    estimator: str | None
+    always: bool
+
 
 class Planner:
-    """Weighs every resident source of a span by the accumulated error that a correction from it would have.
+    """Weighs every resident source of a stretch by the accumulated error that a correction from it would have.
 
     Parameters
     ----------
     own_rows
-        The own delta that a source's nodes hold for a consumer: its rows in order, or () when incomplete.
+        The own delta that a source's nodes hold under a name (`own_key`): its rows in order, or () when incomplete.
+    resident
+        Whether a source's node still is in the tree.
+    min_span, head
+        Shortest span, and how many of a span's first tokens are always computed; in tokens.
     """
 
     def __init__(
@@ -31,58 +53,146 @@ class Planner:
         default: str,
         gate: Gate,
         own_rows: Callable[[Source, str], Sequence[Rows]],
+        resident: Callable[[Source], bool],
+        *,
+        min_span: int,
+        head: int,
     ) -> None:
         self.estimators = estimators
         self.default = default
         self.gate = gate
         self.own_rows = own_rows
+        self.resident = resident
+        self.min_span = min_span
+        self.head = head
 
-    def plan(self, agent: Agent, sources: Sequence[Source], *, estimator: str | None, always: bool) -> Plan | Refusal:
-        """The best plan over ``sources`` (newest first, not the agent's own), or the reason for none.
+    def plan(self, request: AgentRequest, wish: Wish, spent: float) -> list[Piece]:
+        """What to place in the prompt's ``[hit, limit)``; the spans' reports get the reason of what is not.
 
-        ``estimator`` restricts the choice to one; ``always`` skips the quality budget.
+        ``spent`` is the predicted KL, nats, of corrected KV that the request already stands on. The budget is the
+        prompt's as a whole: pieces are taken by how many tokens they save for their KL.
         """
-        if not sources:
-            return Refusal(Reason.NO_SOURCE)
-        candidates = [c for source in sources for c in self._candidates(agent, source, estimator)]
-        if not candidates:
-            if not always:
-                return Refusal(Reason.EDGE_UNKNOWN)
-            source = sources[0]
-            return Plan(source, NONE, source.error, self.gate.kl(source.error))
-        best = min(candidates, key=lambda plan: plan.error)
-        if always or best.exact or self.gate.admits(best.kl):
-            return best
-        return Refusal(Reason.OVER_BUDGET, best.error, best.kl)
+        candidates: list[Piece] = []
+        for number, span in enumerate(request.report.spans):
+            reason = self._why_not(request, span)
+            if reason is None:
+                pieces, reason = self._span_pieces(request, number, span, wish)
+                candidates += pieces
+            if reason is not None and not request.settled:
+                span.reason = reason
+        candidates.sort(key=lambda piece: piece.kl / (piece.stop - piece.start))
+        taken = []
+        for piece in candidates:
+            span = request.report.spans[piece.span]
+            if wish.always or piece.exact or self.gate.admits(spent + piece.kl):
+                spent += piece.kl
+                taken.append(piece)
+            elif not request.settled:
+                span.reason = Reason.OVER_BUDGET
+                span.predicted_error, span.predicted_kl = piece.error, piece.kl
+        return sorted(taken, key=lambda piece: piece.start)
 
-    def delta(self, plan: Plan, agent: Agent) -> Delta | None:
-        """The delta that a plan applies; None when its base is only moved.
+    def bases(self, request: AgentRequest, match: Match) -> list[Base]:
+        """Resident KV of a stretch, the newest of each content first."""
+        found = []
+        for content, offset in match.places:
+            if content.first_shared is None:
+                content.first_shared = offset
+            for source in content.sources:
+                if self.resident(source):
+                    found.append(Base(source, _agent_of(source, offset, request.scope), offset))
+        return found
 
-        Raises LookupError when the delta has been dropped since the plan was made.
+    def agent(self, request: AgentRequest, match: Match) -> Agent:
+        """The consumer of a stretch."""
+        return request.agent(Place.FIRST if match.start < request.report.spans[0].stop else Place.LATER)
+
+    def delta(self, piece: Piece, consumer: Agent) -> Delta | None:
+        """The delta that a piece applies; None when its base is only moved.
+
+        Raises LookupError when the delta has been dropped since the piece was planned.
         """
-        if plan.estimator in (IDENTICAL, NONE):
+        if piece.estimator in (IDENTICAL, NONE):
             return None
-        if plan.estimator == OWN:
-            delta: Delta | None = join(self.own_rows(plan.source, agent.key))
+        source = piece.base.source
+        if piece.estimator == OWN:
+            delta: Delta | None = join(self.own_rows(source, own_key(consumer, piece.context)))
         else:
-            delta = self.estimators[plan.estimator].predict(edge(plan.source.agent, agent))
+            delta = self.estimators[piece.estimator].predict(edge(piece.base.agent, consumer))
         if delta is None:
-            raise LookupError(f"the {plan.estimator} delta from {plan.source.agent.role!r} is gone")
+            raise LookupError(f"the {piece.estimator} delta from {piece.base.agent.role!r} is gone")
         return delta
 
-    def _candidates(self, agent: Agent, source: Source, estimator: str | None) -> list[Plan]:
-        if estimator is None and source.agent.prefix == agent.prefix:
-            # The same tokens stand before the span: its KV is the same, whatever the role is called.
-            return [Plan(source, IDENTICAL, source.error, self.gate.kl(source.error), exact=source.exact)]
-        errors: dict[str, float] = {}
-        if estimator is None and (rows := self.own_rows(source, agent.key)):
-            errors[OWN] = rows[0].factors.error
-        name = estimator or self.default
-        predicted = self.gate.predict(edge(source.agent, agent), name, source.length)
-        if predicted is not None:
-            errors[name] = predicted
-        plans = []
-        for name, error in errors.items():
-            total = source.error + error
-            plans.append(Plan(source, name, total, self.gate.kl(total)))
-        return plans
+    def _why_not(self, request: AgentRequest, span: SpanReport) -> Reason | None:
+        if request.hit >= span.stop:
+            return Reason.OWN_CORRECTED if span.corrected_tokens else Reason.EXACT
+        if span.start >= request.limit:
+            return Reason.NOT_PREFILLED
+        if span.stop - span.start < self.min_span:
+            return Reason.TOO_SHORT
+        if span.start == 0:
+            return Reason.NO_PREFIX
+        return None
+
+    def _span_pieces(
+        self, request: AgentRequest, number: int, span: SpanReport, wish: Wish
+    ) -> tuple[list[Piece], Reason | None]:
+        """The best piece for every stretch of a span; without any, the reason."""
+        pieces, reason = [], Reason.NO_SOURCE
+        for match in request.matches[number]:
+            bases = self.bases(request, match)
+            choice = self._best(request, number, match, bases, wish) if bases else None
+            if choice is not None:
+                # A copy of KV that was computed over the same tokens needs no exact head.
+                start = max(request.hit, span.start + (0 if choice.estimator == IDENTICAL else self.head))
+                piece = choice.cut(start, request.limit)
+                if piece is not None and piece.stop - piece.start >= min(SHORTEST_PIECE, self.min_span):
+                    pieces.append(piece)
+            elif bases:
+                reason = Reason.EDGE_UNKNOWN
+        return pieces, None if pieces else reason
+
+    def _best(
+        self, request: AgentRequest, number: int, match: Match, bases: Sequence[Base], wish: Wish
+    ) -> Piece | None:
+        consumer = self.agent(request, match)
+        context = request.context(match.start)
+        length = match.stop - match.start
+        share = length / len(request.prompt)
+
+        def piece(base: Base, estimator: str, error: float, exact: bool = False) -> Piece:
+            total = base.source.error + error
+            return Piece(
+                number, match.start, match.stop, base, estimator, total, self.gate.kl(total, share), context, exact
+            )
+
+        candidates = []
+        for base in bases:
+            if wish.estimator is None and base.offset == 0 and base.source.context == context:
+                # The same tokens stand before it: its KV is the same, whatever the role is called.
+                candidates.append(piece(base, IDENTICAL, 0.0, base.source.exact))
+                continue
+            if wish.estimator is None and base.offset == 0 and length == base.source.length:
+                rows = self.own_rows(base.source, own_key(consumer, context))
+                if rows:
+                    candidates.append(piece(base, OWN, rows[0].factors.error))
+            name = wish.estimator or self.default
+            predicted = self.gate.predict(edge(base.agent, consumer), name, length)
+            if predicted is not None:
+                candidates.append(piece(base, name, predicted))
+        if not candidates and wish.always:
+            candidates.append(piece(bases[0], NONE, 0.0))
+        return min(candidates, key=lambda one: one.error, default=None)
+
+
+def _agent_of(source: Source, offset: int, scope: str) -> Agent:
+    """Who holds a source; one that was found by content is named by what stands before its first shared stretch."""
+    if source.agent is not None:
+        return source.agent
+    sequence = source.sequence_content
+    if sequence is None:
+        sequence = source.content
+        place = Place.FIRST if offset == sequence.first_shared else Place.LATER
+    else:
+        place = Place.ANSWER
+    return Agent(AUTO_ROLE, token_digest(sequence.tokens[: sequence.first_shared]), scope, place)

@@ -3,12 +3,31 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-from kvcmas_sgl.radix_ext.decision import Plan, Report
-from kvcmas_sgl.radix_ext.sources import Agent, content_key, digest
+from kvcmas_sgl.radix_ext.blocks import Tokens
+from kvcmas_sgl.radix_ext.decision import Piece, Report, SpanReport
+from kvcmas_sgl.radix_ext.sources import Agent, Content, Match, Place, as_tokens, token_digest
 
 from kvcmas_sgl.wire import AgentHint
+
+if TYPE_CHECKING:
+    from kvcmas_sgl.radix_ext.node_marks import Provenance
+    from torch import Tensor
+
+AUTO_ROLE = "auto"
+
+
+@dataclass(frozen=True, eq=False)
+class Placed:
+    """Corrected KV in a request's own slots (int64 [stop - start]); the tree is to know how it was made."""
+
+    start: int
+    stop: int
+    slots: Tensor
+    mark: Provenance
 
 
 @dataclass
@@ -18,39 +37,103 @@ class AgentRequest:
     Attributes
     ----------
     hint
-        The validated hint, its spans in tokens.
-    agent, content
-        Identity of the consumer and of its span; ``content`` is None when no span is marked.
-    start, stop
-        The span's token range in the prompt (0, 0 without one).
+        The validated hint, its spans in tokens; None when agents are to be found by content.
+    scope
+        Digest of the client's ``cache_salt`` and ``extra_key``.
+    prompt
+        Token ids, int64 [n].
     report
-        What the client will see.
-    plan
-        What ``init_load_back`` is to place; set by the last match, taken by the load.
+        What the client will see; ``report.spans`` are the spans, in prompt order.
+    matches
+        Known content in each span, as of ``searched`` (a version of the source index).
+    hit, limit
+        The last match: length of the exact-cache hit, and the longest prefix that may come from a cache.
+    pieces
+        What the next passes are to place; made by the last match.
+    placed
+        What was placed and the tree does not know yet.
+    held
+        Locks on the pieces' sources, between admission and the forward pass.
     settled
         The report was counted; a later match (after a retraction) must not change it.
-    published
-        The span's KV is in the tree and known as a source.
+    published, answered
+        The prompt's spans, and the generated text, are known as sources.
+    content
+        The whole prompt as content (automatic mode), once it was published.
     """
 
-    hint: AgentHint
-    agent: Agent
-    content: str | None
-    start: int
-    stop: int
+    hint: AgentHint | None
+    scope: str
+    prompt: Tokens
     report: Report
-    plan: Plan | None = None
+    matches: list[list[Match]] = field(default_factory=list)
+    searched: int = -1
+    hit: int = 0
+    limit: int = 0
+    pieces: list[Piece] = field(default_factory=list)
+    placed: list[Placed] = field(default_factory=list)
+    held: list[object] = field(default_factory=list)
     settled: bool = False
     published: bool = False
+    answered: bool = False
+    content: Content | None = None
     info: list[dict[str, object]] = field(default_factory=list)
 
     @classmethod
-    def of(cls, hint: AgentHint, prompt: array[int], scope: str) -> AgentRequest:
-        """Bind a hint to its prompt (token ids). The first span is the one that is reused."""
-        start, stop = hint.spans[0] if hint.spans else (0, 0)
-        agent = Agent(hint.role, digest(prompt[:start].tobytes()), scope)
-        content = content_key(scope, prompt[start:stop]) if stop > start else None
-        return cls(hint, agent, content, start, stop, Report(hint.role, len(prompt)))
+    def of(cls, hint: AgentHint | None, prompt: array[int], scope: str) -> AgentRequest:
+        """Bind a hint, or none for automatic mode, to its prompt (token ids)."""
+        role = AUTO_ROLE if hint is None else hint.role
+        report = Report(role, len(prompt), auto=hint is None)
+        if hint is not None:
+            report.spans = [SpanReport(start, stop) for start, stop in hint.spans]
+        return cls(hint, scope, as_tokens(prompt), report)
+
+    @property
+    def auto(self) -> bool:
+        return self.hint is None
+
+    @property
+    def prefix_stop(self) -> int:
+        """Where the agent prefix ends: at the first shared span, or with the prompt when there is none."""
+        return self.report.spans[0].start if self.report.spans else len(self.prompt)
+
+    def agent(self, place: Place) -> Agent:
+        """This request's agent at a place of its prompt."""
+        return Agent(self.report.role, token_digest(self.prompt[: self.prefix_stop]), self.scope, place)
+
+    def context(self, stop: int) -> str:
+        """Name of all tokens before ``stop``."""
+        return token_digest(self.prompt[:stop])
+
+    def found(self, matches: Sequence[Match], version: int) -> None:
+        """Take the result of a search of the source index; in automatic mode every match is a span."""
+        self.searched = version
+        if self.auto:
+            self.report.spans = [SpanReport(match.start, match.stop) for match in matches]
+        self.matches = [
+            [match for match in matches if span.start <= match.start < span.stop] for span in self.report.spans
+        ]
+
+    def corrected_ahead(self, have: int, fresh: int | None) -> int:
+        """Tokens that pieces will place before ``fresh`` tokens from ``have`` on have been computed (None: at all)."""
+        corrected, at = 0, have
+        for piece in self.pieces:
+            if piece.stop <= at:
+                continue
+            gap = max(0, piece.start - at)
+            if fresh is not None:
+                if gap >= fresh:
+                    break
+                fresh -= gap
+            at = max(at, piece.start)
+            corrected += piece.stop - at
+            at = piece.stop
+        return corrected
+
+    def corrected_within(self, start: int, stop: int) -> int:
+        """Tokens of ``[start, stop)`` that pieces will place."""
+        parts = (piece.cut(start, stop) for piece in self.pieces)
+        return sum(part.stop - part.start for part in parts if part is not None)
 
     def publish_report(self) -> None:
         """Refresh the dictionary that travels to the client."""

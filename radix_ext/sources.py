@@ -1,7 +1,13 @@
-"""From content to the resident KV that a correction can start from."""
+"""From content to the resident KV that a correction can start from.
+
+A *content* is a run of tokens that somebody holds: a shared span, an agent's answer, or (in automatic mode) a whole
+prompt. A *source* is one agent's resident KV of a content. `SourceIndex.find` tells which stretches of a prompt are known
+content, wherever they start in it and in the content.
+"""
 
 from __future__ import annotations
 
+import enum
 import hashlib
 import itertools
 from array import array
@@ -9,17 +15,31 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+import numpy as np
+from kvcmas_sgl.radix_ext.blocks import BlockTable, Tokens
 from kvcmas_sgl.radix_ext.estimators import Edge
 
 MAX_SOURCES_PER_CONTENT = 8
-MAX_CONTENTS = 1 << 16
+MAX_TOKENS = 1 << 22
+"""Tokens of all contents together; some 60 bytes each with their blocks. The least recently used contents go first."""
 
 _sequence = itertools.count()
 
 
+class Place(enum.StrEnum):
+    """Where a stretch stands in its agent's sequence: what comes before it decides what its KV looks like."""
+
+    FIRST = "first"
+    """The first shared span: only the agent prefix stands before it."""
+    LATER = "later"
+    """A later span: other shared text stands before it."""
+    ANSWER = "answer"
+    """The agent's own generated text."""
+
+
 @dataclass(frozen=True)
 class Agent:
-    """One agent identity: its role, and the tokens that stand before its span.
+    """One agent identity: its role, the tokens that stand before its first shared span, and the place in its prompt.
 
     Two system prompts under one role name are two agents: what was learned of one says nothing of the other.
 
@@ -28,53 +48,91 @@ class Agent:
     role
         The name that the client gave.
     prefix
-        Digest of the agent prefix (its tokens before the span).
+        Digest of the agent prefix (its tokens before the first shared span).
     scope
         Digest of the client's ``cache_salt`` and ``extra_key``; nothing is shared across scopes.
+    place
+        Which kind of stretch of this agent's sequence is meant.
     """
 
     role: str
     prefix: str
     scope: str
+    place: Place = Place.FIRST
 
     @property
     def key(self) -> str:
         """Name used for estimator edges."""
-        return f"{self.role}#{self.prefix}"
+        return f"{self.role}#{self.prefix}@{self.place}"
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
+class Content:
+    """A run of tokens within one scope, and who holds its KV, newest first.
+
+    ``first_shared`` is where the first stretch starts that other sequences share, known once one of them was seen; it
+    names the agent of an automatically found source.
+    """
+
+    scope: str
+    tokens: Tokens
+    sources: list[Source] = field(default_factory=list)
+    first_shared: int | None = None
+
+
+@dataclass(frozen=True, eq=False)
 class Source:
     """Resident KV of one content, as one agent holds it.
 
     Attributes
     ----------
     content
-        Key of the content (`content_key`).
+        The tokens.
     agent
-        Whose context the KV was made in.
+        Whose context the KV was made in. None in automatic mode, where it follows from ``sequence_content``.
+    context
+        Digest of all tokens before the content in the source's sequence.
     node
-        Id of the tree node that ends exactly where the span ends.
-    start, length
-        Position of the span's first token in its sequence, and its number of tokens.
+        Id of the tree node that ends exactly where the content ends.
+    start
+        Position of the content's first token in its sequence.
     error
         Accumulated predicted relative error of this KV; 0.0 for KV from a dense run.
     exact
-        Whether the KV came from a dense run.
+        Whether it, and all before it, came from a dense run.
+    computed
+        Whether the model computed all of it (perhaps over corrected KV before it): such KV can be learned from.
+    sequence_content
+        In automatic mode the prompt that this source belongs to.
     """
 
-    content: str
-    agent: Agent
+    content: Content
+    agent: Agent | None
+    context: str
     node: int
     start: int
-    length: int
     error: float = 0.0
     exact: bool = True
+    computed: bool = True
+    sequence_content: Content | None = None
     sequence: int = field(default_factory=lambda: next(_sequence))
+
+    @property
+    def length(self) -> int:
+        return len(self.content.tokens)
 
     @property
     def stop(self) -> int:
         return self.start + self.length
+
+
+@dataclass(frozen=True)
+class Match:
+    """A stretch of a prompt that is known content: tokens ``[start, stop)``, and where they stand in which contents."""
+
+    start: int
+    stop: int
+    places: tuple[tuple[Content, int], ...]
 
 
 def edge(source: Agent, consumer: Agent) -> Edge:
@@ -91,72 +149,153 @@ def digest(*parts: bytes) -> str:
     return hasher.hexdigest()
 
 
-def content_key(scope: str, tokens: array[int]) -> str:
-    """Key of a span's content: its tokens within one scope."""
-    return digest(scope.encode(), tokens.tobytes())
+def as_tokens(ids: array[int]) -> Tokens:
+    """SGLang's token array (``array('q')``) as int64 [n], without a copy."""
+    return np.frombuffer(ids, dtype=np.int64) if len(ids) else np.empty(0, np.int64)
+
+
+def token_digest(tokens: Tokens) -> str:
+    """Name of a token sequence."""
+    return digest(tokens.tobytes())
 
 
 class SourceIndex:
-    """Sources by content, newest first; bounded in contents and in sources per content.
+    """Contents and their sources; bounded in tokens and in sources per content.
 
     The index never keeps KV alive: when the tree drops a node, `node_gone` drops its sources.
+
+    Parameters
+    ----------
+    shortest
+        Shortest stretch, in tokens, that `find` reports. Every stretch of that length is found.
     """
 
-    def __init__(self) -> None:
-        self._by_content: OrderedDict[str, list[Source]] = OrderedDict()
-        self._by_node: dict[int, set[str]] = {}
+    def __init__(self, shortest: int) -> None:
+        self.shortest = shortest
+        self._block = (shortest + 1) // 2
+        self._contents: OrderedDict[tuple[str, str], Content] = OrderedDict()
+        self._tables: dict[str, BlockTable[Content]] = {}
+        self._by_node: dict[int, list[Source]] = {}
+        self.tokens = 0
+        self.version = 0
+        """Changes whenever `find` may answer differently."""
 
     def __len__(self) -> int:
-        return sum(len(sources) for sources in self._by_content.values())
+        return sum(len(content.sources) for content in self._contents.values())
 
     def __iter__(self) -> Iterator[Source]:
-        return itertools.chain.from_iterable(self._by_content.values())
+        return itertools.chain.from_iterable(content.sources for content in self._contents.values())
 
-    def lookup(self, content: str) -> list[Source]:
-        """Sources of a content, newest first; the list is the caller's own."""
-        sources = self._by_content.get(content)
-        if sources is None:
-            return []
-        self._by_content.move_to_end(content)
-        return list(sources)
-
-    def find(self, content: str, agent: Agent) -> Source | None:
-        """The source that an agent holds of a content."""
-        return next((s for s in self._by_content.get(content, ()) if s.agent == agent), None)
+    def content(self, scope: str, tokens: Tokens) -> Content:
+        """The content of these tokens (int64 [n]); unknown ones become known by `add`."""
+        known = self._contents.get((scope, token_digest(tokens)))
+        return Content(scope, np.array(tokens)) if known is None else known
 
     def add(self, source: Source) -> None:
-        """Make a source the newest of its content; it replaces the same agent's earlier one."""
-        known = [s for s in self._by_content.get(source.content, ()) if s.agent != source.agent]
-        kept = [source, *known]
-        if len(kept) > MAX_SOURCES_PER_CONTENT:
+        """Make a source the newest of its content; it replaces what the same agent holds in the same place."""
+        content = source.content
+        key = (content.scope, token_digest(content.tokens))
+        if key not in self._contents:
+            self._contents[key] = content
+            self._tables.setdefault(content.scope, BlockTable(self._block)).add(content, content.tokens)
+            self.tokens += len(content.tokens)
+        self._contents.move_to_end(key)
+        replaced = [s for s in content.sources if s.agent == source.agent]
+        content.sources.insert(0, source)
+        self._by_node.setdefault(source.node, []).append(source)
+        for old in replaced:
+            self._detach(old)
+        if len(content.sources) > MAX_SOURCES_PER_CONTENT:
             # An exact source is worth more than an approximate one of the same age.
-            victim = next((s for s in reversed(kept) if not s.exact), kept[-1])
-            kept.remove(victim)
-        self._set(source.content, kept)
-        while len(self._by_content) > MAX_CONTENTS:
-            self._set(next(iter(self._by_content)), [])
+            victim = next((s for s in reversed(content.sources) if not s.exact), content.sources[-1])
+            self._detach(victim)
+        while self.tokens > MAX_TOKENS and len(self._contents) > 1:
+            self._forget(next(iter(self._contents)))
+        self.version += 1
+
+    def find(self, scope: str, prompt: Tokens, start: int, stop: int) -> list[Match]:
+        """Known stretches inside ``prompt[start:stop]``: disjoint, ascending, each as long as it can be.
+
+        A stretch that is the beginning of the prompt and of a content alike is left out: that is the exact prefix
+        cache's, not ours.
+        """
+        table = self._tables.get(scope)
+        matches: list[Match] = []
+        if table is None or stop - start < self.shortest:
+            return matches
+        at, tries = start, 64 + (stop - start) // self._block
+        prefixes: dict[Content, int] = {}
+        for offset, places in table.hits(prompt[start:stop]):
+            position = start + offset
+            if position < at:
+                continue
+            best: dict[tuple[int, int], list[tuple[Content, int]]] = {}
+            for content, inside in reversed(places):
+                if inside == position < prefixes.get(content, 0):
+                    continue
+                if tries <= 0:
+                    return matches
+                tries -= 1
+                first, last = _grow(prompt, content.tokens, position, inside, at, stop)
+                if first == 0 == position - inside:
+                    prefixes[content] = last
+                elif last - first >= self.shortest:
+                    best.setdefault((first, last), []).append((content, inside - (position - first)))
+            if not best:
+                continue
+            first, last = max(best, key=lambda pair: pair[1] - pair[0])
+            matches.append(Match(first, last, tuple(best[first, last])))
+            at = last
+        return matches
 
     def node_gone(self, node: int) -> None:
         """Drop every source that ends at a node which left the tree."""
-        for content in list(self._by_node.get(node, ())):
-            self._set(content, [s for s in self._by_content[content] if s.node != node])
+        for source in list(self._by_node.get(node, ())):
+            self._detach(source)
 
     def clear(self) -> None:
-        self._by_content.clear()
+        self._contents.clear()
+        self._tables.clear()
         self._by_node.clear()
+        self.tokens = 0
+        self.version += 1
 
-    def _set(self, content: str, sources: list[Source]) -> None:
-        before = {s.node for s in self._by_content.get(content, ())}
-        after = {s.node for s in sources}
-        for node in before - after:
-            contents = self._by_node[node]
-            contents.discard(content)
-            if not contents:
-                del self._by_node[node]
-        for node in after - before:
-            self._by_node.setdefault(node, set()).add(content)
-        if sources:
-            self._by_content[content] = sources
-            self._by_content.move_to_end(content)
-        else:
-            self._by_content.pop(content, None)
+    def _detach(self, source: Source) -> None:
+        content = source.content
+        content.sources.remove(source)
+        held = self._by_node[source.node]
+        held.remove(source)
+        if not held:
+            del self._by_node[source.node]
+        if not content.sources:
+            self._forget((content.scope, token_digest(content.tokens)))
+        self.version += 1
+
+    def _forget(self, key: tuple[str, str]) -> None:
+        content = self._contents.pop(key, None)
+        if content is None:
+            return
+        for source in list(content.sources):
+            content.sources.remove(source)
+            held = self._by_node[source.node]
+            held.remove(source)
+            if not held:
+                del self._by_node[source.node]
+        table = self._tables[content.scope]
+        table.remove(content, content.tokens)
+        if not table:
+            del self._tables[content.scope]
+        self.tokens -= len(content.tokens)
+        self.version += 1
+
+
+def _grow(prompt: Tokens, tokens: Tokens, position: int, inside: int, low: int, high: int) -> tuple[int, int]:
+    """The stretch of ``prompt[low:high]`` around ``position`` that equals ``tokens`` around ``inside``."""
+    back = min(position - low, inside)
+    before = prompt[position - back : position][::-1] != tokens[inside - back : inside][::-1]
+    ahead = min(high - position, len(tokens) - inside)
+    after = prompt[position : position + ahead] != tokens[inside : inside + ahead]
+    return (
+        position - (int(before.argmax()) if before.any() else back),
+        position + (int(after.argmax()) if after.any() else ahead),
+    )

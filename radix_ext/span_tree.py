@@ -28,6 +28,10 @@ class SpanTree:
         except KeyError:
             return None
 
+    def resident(self, source: Source) -> bool:
+        """Whether a source's KV still is in the tree."""
+        return self.node(source.node) is not None
+
     def slots(self, source: Source) -> Tensor | None:
         """Slots (int64 [n]) of a source's span in the pool; None when it has left the tree."""
         if self.node(source.node) is None:
@@ -64,10 +68,19 @@ class SpanTree:
             set_delta(node, consumer, rows.cut(at, at + len(node.key)), self._deltas)
             at += len(node.key)
 
-    def marks(self, node_id: NodeId) -> list[Provenance]:
-        """Provenance of the corrected nodes on a path, the deepest first."""
-        marks = [provenance(node) for node in path_to(self._cache.tree_core.node_by_id(node_id))]
-        return [mark for mark in marks if mark is not None]
+    def marks(self, node_id: NodeId, start: int = 0) -> list[tuple[Provenance, int, int]]:
+        """Provenance and token range of the corrected nodes on a path that end after ``start``, in order."""
+        node = self._cache.tree_core.node_by_id(node_id)
+        stop = sum(len(step.key) for step in path_to(node))
+        found = []
+        for step in path_to(node):
+            if stop <= start:
+                break
+            mark = provenance(step)
+            if mark is not None:
+                found.append((mark, stop - len(step.key), stop))
+            stop -= len(step.key)
+        return found[::-1]
 
     def exact_length(self, node_id: NodeId) -> int | None:
         """Tokens on a path before its first corrected one, or None when all of it is exact."""

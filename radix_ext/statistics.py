@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 from kvcmas_sgl.radix_ext.decision import Report
+
+RECENT = 256
+"""Reports that are kept for who asks what happened."""
 
 
 @dataclass
@@ -25,19 +28,22 @@ class Statistics:
     match_seconds: float = 0.0
     place_seconds: float = 0.0
     learn_seconds: float = 0.0
+    recent: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=RECENT), repr=False)
     listeners: list[Callable[[Report], None]] = field(default_factory=list, repr=False)
 
-    def record(self, report: Report) -> None:
-        """Count one request's outcome and tell the listeners."""
+    def record(self, rid: str, report: Report) -> None:
+        """Count one request's outcome and tell the listeners; spans are counted by reason."""
         self.requests += 1
         self.exact_tokens += report.exact_tokens
         self.corrected_tokens += report.corrected_tokens
         self.computed_tokens += report.computed_tokens
-        self.reasons[str(report.reason)] += 1
+        self.reasons.update(str(span.reason) for span in report.spans)
+        self.recent.append({"rid": rid, **report.as_dict()})
         for listener in self.listeners:
             listener(report)
 
     def as_dict(self) -> dict[str, Any]:
         values = {name: value for name, value in vars(self).items() if name != "listeners"}
         values["reasons"] = dict(self.reasons)
+        values["recent"] = list(self.recent)
         return values

@@ -29,6 +29,7 @@ def create(ctx: Any) -> Any:
     view = KVView(pool.k_buffer, pool.v_buffer, rotary_table(ctx.tp_worker.model_runner.model))
     ctx.params.component_registry_override = {ComponentType.FULL: DeltaFullComponent}
     cache = create_unified_radix_cache(ctx, cache_class=functools.partial(DeltaRadixCache, config=config, view=view))
+    ctx.tp_worker.model_runner.kvcmas_cache = cache
     if ctx.params.enable_metrics:
         metrics.export(cache)
     logger.info(

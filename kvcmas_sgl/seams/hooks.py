@@ -12,6 +12,8 @@ from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
 _STREAMER = "sglang.srt.managers.scheduler_components.output_streamer.SchedulerOutputStreamer"
+_ADDER = "sglang.srt.managers.schedule_policy.PrefillAdder"
+_RUNNER = "sglang.srt.model_executor.model_runner.ModelRunner"
 _TOKENIZER = "sglang.srt.managers.tokenizer_manager.TokenizerManager"
 
 
@@ -31,7 +33,7 @@ def register(target: str, hook: Callable[..., Any], kind: HookType) -> None:
 
 def extend_server() -> None:
     """Register and apply what a server with kvcmas needs; idempotent."""
-    from kvcmas_sgl.seams import scheduler, tokenizer
+    from kvcmas_sgl.seams import admission, forward, scheduler, tokenizer
 
     register(f"{_TOKENIZER}._validate_one_request", tokenizer.after_validate_one_request, HookType.AFTER)
     register(f"{_TOKENIZER}._wait_one_response", tokenizer.around_wait_one_response, HookType.AROUND)
@@ -43,6 +45,9 @@ def extend_server() -> None:
         scheduler.after_is_request_level_key,
         HookType.AFTER,
     )
+    register(f"{_ADDER}.add_one_req", admission.around_add_one_req, HookType.AROUND)
+    register(f"{_ADDER}.add_chunked_req", admission.around_add_chunked_req, HookType.AROUND)
+    register(f"{_RUNNER}.forward", forward.around_forward, HookType.AROUND)
     HookRegistry.apply_hooks()
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from kvcmas_sgl.radix_ext.request import AgentRequest
 from kvcmas_sgl.radix_ext.sources import digest
 from kvcmas_sgl.seams.tokenizer import REPORT_KEY
-from kvcmas_sgl.wire import HintError, check_range, find_hint
+from kvcmas_sgl.wire import OPT_OUT, AgentHint, HintError, check_range, find_hint
 
 if TYPE_CHECKING:
     from kvcmas_sgl.radix_ext.cache import DeltaRadixCache
@@ -20,27 +20,48 @@ logger = logging.getLogger(__name__)
 
 # Unguessable, so that no client can name an agent's namespace in its own `extra_key`.
 _NAMESPACE = f"kvcmas:{secrets.token_hex(16)}:"
+_AUTO = "auto"
 
 
-def after_create_generation_req(req: Any, scheduler: Any, *args: Any, **kwargs: Any) -> None:
+def after_create_generation_req(req: Any, scheduler: Any, recv_req: Any, *args: Any, **kwargs: Any) -> None:
     """After ``Scheduler._create_generation_req``: bind the hint, and move the request to its role's namespace."""
-    if _cache(scheduler) is None or req.kv_hints is None:
+    cache = _cache(scheduler)
+    if cache is None:
         return
-    try:
-        hint = find_hint(req.kv_hints)
-        if hint is not None:
-            check_range(hint, len(req.origin_input_ids), "tokens")
-    except HintError as error:
-        # The tokenizer process refuses these; what still comes here came by another door.
-        logger.warning("kvcmas: the agent hint of request %s is ignored: %s", req.rid, error)
-        return
-    if hint is None:
+    hint = _hint(req)
+    if hint is OPT_OUT or (hint is None and not cache.config.auto) or not _is_plain_text(recv_req, req):
         return
     scope = digest((req.extra_key or "").encode(), (req.cache_salt or "").encode())
     request = AgentRequest.of(hint, array("q", req.origin_input_ids), scope)
     req.kvcmas = request
-    req.extra_key = f"{_NAMESPACE}{digest(hint.role.encode())}:{req.extra_key or ''}"
+    namespace = _AUTO if hint is None else digest(hint.role.encode())
+    req.extra_key = f"{_NAMESPACE}{namespace}:{req.extra_key or ''}"
     req.customized_info = {REPORT_KEY: request.info}
+
+
+def _hint(req: Any) -> AgentHint | None:
+    if req.kv_hints is None:
+        return None
+    try:
+        hint = find_hint(req.kv_hints)
+        if hint is not None:
+            check_range(hint, len(req.origin_input_ids), "tokens")
+        return hint
+    except HintError as error:
+        # The tokenizer process refuses these; what still comes here came by another door.
+        logger.warning("kvcmas: the agent hint of request %s is ignored: %s", req.rid, error)
+        return OPT_OUT
+
+
+def _is_plain_text(recv_req: Any, req: Any) -> bool:
+    """Whether the tokens of a prompt alone decide its KV, and nobody asks for more than its last logits."""
+    return (
+        recv_req.mm_inputs is None
+        and req.input_embeds is None
+        and req.positional_embed_overrides is None
+        and not req.return_hidden_states
+        and req.session is None
+    )
 
 
 def around_on_idle(original: Callable[[Any], None], scheduler: Any) -> None:

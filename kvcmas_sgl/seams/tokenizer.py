@@ -10,7 +10,7 @@ from sglang.srt.managers.kv_hints import KvHintsEnvelope
 from sglang.srt.runtime_context import get_memory
 
 from kvcmas_sgl.config import RADIX_CACHE_BACKEND, published_config
-from kvcmas_sgl.wire import ACTION_TYPE, AgentHint, HintError, Span, check_range, find_hint, to_token_spans
+from kvcmas_sgl.wire import ACTION_TYPE, OPT_OUT, AgentHint, HintError, Span, check_range, find_hint, to_token_spans
 
 REPORT_KEY = "kvcmas"
 
@@ -24,7 +24,7 @@ def after_validate_one_request(result: None, manager: Any, obj: Any, input_ids: 
     if envelope is None or get_memory().radix_cache_backend != RADIX_CACHE_BACKEND:
         return
     hint = find_hint(envelope)
-    if hint is None:
+    if hint is None or hint == OPT_OUT:
         return
     config = published_config()
     for field in ("policy", "estimator"):

@@ -12,16 +12,17 @@ from collections.abc import Sequence
 from functools import partial
 from unittest import mock
 
+import numpy as np
 import torch
 from kvcmas_sgl.radix_ext.cache import DeltaRadixCache
 from kvcmas_sgl.radix_ext.kv_view import KVView
 from kvcmas_sgl.radix_ext.node_marks import DeltaFullComponent
+from kvcmas_sgl.radix_ext.placement import Pass
 from kvcmas_sgl.radix_ext.request import AgentRequest
-from kvcmas_sgl.radix_ext.sources import digest
+from kvcmas_sgl.radix_ext.sources import Source, digest
 from kvcmas_sgl.triton_kernels import RotaryTable, rotate
 from sglang.srt.managers.schedule_batch import FINISH_LENGTH, Req
-from sglang.srt.mem_cache.base_prefix_cache import InitLoadBackParams
-from sglang.srt.mem_cache.common import match_kv_cache
+from sglang.srt.mem_cache.common import evict_from_tree_cache, match_kv_cache
 from sglang.srt.mem_cache.unified_cache.components import ComponentType
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.test.kits.unified_radix_cache import fixtures
@@ -89,7 +90,14 @@ class Tree:
         self.allocator, self.rows = built[1], built[2]
         self.served = 0
 
-    def request(self, prompt: Sequence[int], hint: dict[str, object] | None = None, *, salt: str | None = None) -> Req:
+    def request(
+        self,
+        prompt: Sequence[int],
+        hint: dict[str, object] | None = None,
+        *,
+        salt: str | None = None,
+        auto: bool = False,
+    ) -> Req:
         """A request as the scheduler's seam would make it; ``hint`` is an agent payload."""
         self.served += 1
         req = Req(
@@ -99,48 +107,60 @@ class Tree:
             sampling_params=SamplingParams(temperature=0, max_new_tokens=1),
             cache_salt=salt,
         )
-        if hint is not None:
-            parsed = parse_payload(hint)
+        if hint is not None or auto:
+            parsed = parse_payload(hint) if hint is not None else None
             req.kvcmas = AgentRequest.of(parsed, array("q", prompt), digest((salt or "").encode()))
-            req.extra_key = f"secret:{parsed.role}"
+            req.extra_key = f"secret:{parsed.role if parsed else 'auto'}"
         req.full_untruncated_fill_ids = array("q", prompt)
         return req
 
-    def admit(self, req: Req) -> None:
-        """Match, load back, allocate and "compute" the rest; the request then holds its lock and its row."""
+    def admit(self, req: Req, upto: int | None = None) -> None:
+        """Match and take the request into a pass; afterwards it holds its lock and its row.
+
+        ``upto`` ends the first chunk of a chunked prefill; `chunk` goes on.
+        """
         cache, prompt = self.cache, req.origin_input_ids
         match_kv_cache(req, cache, prompt, max_prefix_len=len(prompt) - 1)
-        if req.host_hit_length:
-            promised = req.host_hit_length
-            lock = cache.lock(req.last_node)
-            loaded, req.last_node = cache.init_load_back(
-                InitLoadBackParams(best_match_node=req.best_match_node, host_hit_length=promised, req=req)
-            )
-            cache.unlock(lock)
-            assert loaded in (0, promised)
-            req.prefix_len += loaded
         req.lock = cache.lock(req.last_node)
+        cache.hold(req)
         self.rows.alloc([req])
         req.kv.cache_protected_len = req.prefix_len
-        prefix = cache.prefix_device_indices(req)
-        fresh = cache._allocate(len(prompt) - req.prefix_len)
+        self.rows.write(
+            (req.kv.req_pool_idx, slice(0, req.prefix_len)), cache.prefix_device_indices(req).to(torch.int32)
+        )
+        self.run(req, len(prompt) if upto is None else upto)
+
+    def run(self, req: Req, upto: int) -> None:
+        """One pass over ``[prefix, upto)``: allocate, place what is planned, "compute" the rest."""
+        cache, start = self.cache, req.prefix_len
+        evict_from_tree_cache(cache, upto - start)
+        fresh = self.allocator.alloc(upto - start)
         assert fresh is not None
-        row = torch.cat([prefix, fresh.to(prefix.dtype)]).to(torch.int32)
-        self.rows.write((req.kv.req_pool_idx, slice(0, len(prompt))), row)
-        req.extend_end = req.kv.kv_committed_len = req.kv.kv_allocated_len = len(prompt)
-        self._compute(req, fresh.long())
-
-    def _compute(self, req: Req, slots: torch.Tensor) -> None:
+        self.rows.write((req.kv.req_pool_idx, slice(start, upto)), fresh.to(torch.int32))
+        req.extend_end = req.kv.kv_committed_len = req.kv.kv_allocated_len = upto
+        (placed,) = cache.place([Pass(req, start, upto, fresh.long())])
+        assert all(start <= first < last < upto for first, last in placed)
+        self.computed = [i for i in range(start, upto) if not any(a <= i < b for a, b in placed)]
         k, v = self.expected(req)
+        at = torch.tensor(self.computed)
+        slots = fresh.long()[at - start]
         for layer in range(LAYERS):
-            self.cache.view.k_buffers[layer][slots] = k[layer, req.prefix_len :]
-            self.cache.view.v_buffers[layer][slots] = v[layer, req.prefix_len :]
+            cache.view.k_buffers[layer][slots] = k[layer, at]
+            cache.view.v_buffers[layer][slots] = v[layer, at]
 
-    def expected(self, req: Req) -> tuple[torch.Tensor, torch.Tensor]:
-        """What a dense run gives for the whole prompt, ``[L, n, H, d]``."""
+    def chunk(self, req: Req, upto: int) -> None:
+        """Checkpoint the chunk that was run, and run the next one up to ``upto``."""
+        self.cache.checkpoint(req, up_to=req.extend_end)
+        req.prefix_len = req.extend_end
+        self.cache.continue_plan(req)
+        self.cache.hold(req)
+        self.run(req, upto)
+
+    def expected(self, req: Req, answer: Sequence[int] = ()) -> tuple[torch.Tensor, torch.Tensor]:
+        """What a dense run gives for the whole prompt and an answer, ``[L, n, H, d]``."""
         request = getattr(req, "kvcmas", None)
-        prompt = list(req.origin_input_ids)
-        return self.model.kv(prompt[: request.start] if request else (), prompt, 0)
+        prompt = [*req.origin_input_ids, *answer]
+        return self.model.kv(prompt[: request.prefix_stop] if request else (), prompt, 0)
 
     def held(self, req: Req) -> tuple[torch.Tensor, torch.Tensor]:
         """What the pool holds for the request's row, ``[L, n, H, d]``."""
@@ -148,11 +168,23 @@ class Tree:
         view = self.cache.view
         return torch.stack([b[slots] for b in view.k_buffers]), torch.stack([b[slots] for b in view.v_buffers])
 
-    def finish(self, req: Req) -> None:
-        """Checkpoint as after the prefill, then finish and give the row back."""
-        self.cache.checkpoint(req, up_to=len(req.origin_input_ids))
+    def finish(self, req: Req, answer: Sequence[int] = ()) -> None:
+        """Checkpoint as after the prefill, "generate" an answer, then finish and give the row back."""
+        self.cache.checkpoint(req, up_to=req.extend_end)
+        stop = req.extend_end + len(answer)
+        if answer:
+            slots = self.allocator.alloc(len(answer))
+            assert slots is not None
+            self.rows.write((req.kv.req_pool_idx, slice(req.extend_end, stop)), slots.to(torch.int32))
+            # The last token that is generated never gets KV.
+            req.output_ids.extend([*answer, 7])
+            k, v = self.expected(req, answer)
+            for layer in range(LAYERS):
+                self.cache.view.k_buffers[layer][slots] = k[layer, req.extend_end :]
+                self.cache.view.v_buffers[layer][slots] = v[layer, req.extend_end :]
+            req.kv.kv_committed_len = req.kv.kv_allocated_len = stop
         req.finished_reason = FINISH_LENGTH(length=0)
-        finish_req(self.cache, req, len(req.origin_input_ids))
+        finish_req(self.cache, req, stop)
         self.rows.free(req)
 
     def serve(
@@ -162,18 +194,20 @@ class Tree:
         *,
         salt: str | None = None,
         settle: bool = True,
+        answer: Sequence[int] = (),
+        auto: bool = False,
     ) -> dict[str, object]:
         """A whole request; returns its report (empty without a hint).
 
         ``settle`` also takes the learning steps that follow and checks the tree, which no request may hold then.
         """
-        req = self.request(prompt, hint, salt=salt)
+        req = self.request(prompt, hint, salt=salt, auto=auto)
         self.admit(req)
-        self.finish(req)
+        self.finish(req, answer)
         if settle:
             self.learn()
             self.check()
-        return req.kvcmas.report.as_dict() if hint is not None else {}
+        return req.kvcmas.report.as_dict() if hint is not None or auto else {}
 
     def learn(self) -> None:
         while self.cache.learner.step():
@@ -199,6 +233,17 @@ class Role:
     def prompt(self, document: Sequence[int], question: Sequence[int] = (7, 7)) -> list[int]:
         return [*self.prefix, *document, *question]
 
+    def several(
+        self, spans: Sequence[Sequence[int]], glue: Sequence[int] = (5, 6, 5), question: Sequence[int] = (7, 7)
+    ) -> tuple[list[int], dict[str, object]]:
+        """A prompt with glue between its spans, and its payload."""
+        prompt, marks = list(self.prefix), []
+        for number, span in enumerate(spans):
+            prompt += glue if number else []
+            marks.append((len(prompt), len(prompt) + len(span)))
+            prompt += span
+        return [*prompt, *question], agent_hint(self.name, marks)["actions"][0]["payload"]
+
     def hint(self, document: Sequence[int], **fields: object) -> dict[str, object]:
         start = len(self.prefix)
         envelope = agent_hint(self.name, [(start, start + len(document))])
@@ -213,6 +258,11 @@ class Role:
 def document(seed: int, length: int = 48) -> list[int]:
     generator = torch.Generator().manual_seed(1000 + seed)
     return torch.randint(20, VOCAB, (length,), generator=generator).tolist()
+
+
+def sources_of(tree: Tree, text: Sequence[int]) -> list[Source]:
+    """Who holds a content, newest first."""
+    return tree.cache.sources.content(digest(b""), np.array(text)).sources
 
 
 PLANNER = Role("planner", [1, 2, 3, 4, 5])

@@ -1,0 +1,143 @@
+"""Seam: the forward pass. Placed tokens are left out of it; the fresh text around them runs in the same pass.
+
+A request whose fresh tokens lie around placed ones becomes several rows of the batch, one for each run of fresh tokens, all on
+the request's one row of `req_to_token`. Within a layer SGLang's attention backends write the new K and V to the pool
+before they read it, so a later row sees the earlier rows of its request. No backend has to know of it.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from kvcmas_sgl.radix_ext.cache import DeltaRadixCache
+from kvcmas_sgl.radix_ext.placement import Pass
+
+
+@dataclass(frozen=True)
+class Row:
+    """A run of fresh tokens: of which request of the batch, and which of its tokens ``[start, stop)``."""
+
+    request: int
+    start: int
+    stop: int
+
+
+def around_forward(original: Callable[..., Any], runner: Any, forward_batch: Any, *args: Any, **kwargs: Any) -> Any:
+    """Around ``ModelRunner.forward``: correct what was planned for this pass, and compute the rest."""
+    cache: DeltaRadixCache | None = getattr(runner, "kvcmas_cache", None)
+    if cache is None or not cache.admitted or not forward_batch.forward_mode.is_extend_without_speculative():
+        return original(runner, forward_batch, *args, **kwargs)
+    placed = _place(cache, forward_batch)
+    if not any(placed):
+        return original(runner, forward_batch, *args, **kwargs)
+    starts, lengths = forward_batch.extend_prefix_lens_cpu, forward_batch.extend_seq_lens_cpu
+    rows = fresh_rows(starts, lengths, placed)
+    output = original(runner, fold(forward_batch, rows, runner.kv_index_translator), *args, **kwargs)
+    last = torch.tensor([i for i, row in enumerate(rows) if row is rows[-1] or rows[i + 1].request != row.request])
+    logits = output.logits_output
+    logits.next_token_logits = logits.next_token_logits[last.to(logits.next_token_logits.device)]
+    return output
+
+
+def _place(cache: DeltaRadixCache, forward_batch: Any) -> list[list[tuple[int, int]]]:
+    placed: list[list[tuple[int, int]]] = [[] for _ in forward_batch.rids]
+    passes, numbers, first = [], [], 0
+    for number, rid in enumerate(forward_batch.rids):
+        start, length = forward_batch.extend_prefix_lens_cpu[number], forward_batch.extend_seq_lens_cpu[number]
+        req = cache.admitted.get(rid)
+        if req is not None:
+            slots = forward_batch.out_cache_loc[first : first + length].to(torch.int64)
+            passes.append(Pass(req, start, start + length, slots))
+            numbers.append(number)
+        first += length
+    cache.admitted.clear()
+    for number, ranges in zip(numbers, cache.place(passes), strict=True):
+        placed[number] = ranges
+    return placed
+
+
+def fresh_rows(
+    starts: Sequence[int], lengths: Sequence[int], placed: Sequence[Sequence[tuple[int, int]]]
+) -> list[Row]:
+    """The rows of a pass: per request the runs of ``[start, start + length)`` that its placed ranges leave over.
+
+    Every request keeps at least one row, since its last token is never placed.
+    """
+    rows = []
+    for number, (start, length, ranges) in enumerate(zip(starts, lengths, placed, strict=True)):
+        at = start
+        for first, last in ranges:
+            if first > at:
+                rows.append(Row(number, at, first))
+            at = last
+        assert at < start + length, (start, length, ranges)
+        rows.append(Row(number, at, start + length))
+    return rows
+
+
+def fold(batch: Any, rows: Sequence[Row], translator: Any) -> Any:
+    """A copy of a ``ForwardBatch`` that computes only ``rows``; the original stays as sampling needs it."""
+    starts, lengths = batch.extend_prefix_lens_cpu, batch.extend_seq_lens_cpu
+    device = batch.input_ids.device
+    offsets = [0]
+    for length in lengths:
+        offsets.append(offsets[-1] + length)
+    kept = torch.cat(
+        [torch.arange(row.start, row.stop) + offsets[row.request] - starts[row.request] for row in rows]
+    ).to(device)
+    owner = [row.request for row in rows]
+    owners = torch.tensor(owner).to(device)
+    row_lengths = [row.stop - row.start for row in rows]
+    row_starts = [row.start for row in rows]
+    stops = torch.tensor([row.stop for row in rows], dtype=batch.seq_lens.dtype)
+
+    folded = copy.copy(batch)
+    folded.batch_size = len(rows)
+    folded.input_ids = batch.input_ids[kept]
+    folded.positions = batch.positions[kept]
+    folded.out_cache_loc = batch.out_cache_loc[kept]
+    folded.req_pool_indices = batch.req_pool_indices[owners]
+    if batch.req_pool_indices_cpu is not None:
+        folded.req_pool_indices_cpu = batch.req_pool_indices_cpu[owner]
+    folded.seq_lens = stops.to(device)
+    folded.seq_lens_cpu = stops
+    folded.seq_lens_sum = int(stops.sum())
+    if batch.orig_seq_lens is not None:
+        folded.orig_seq_lens = batch.orig_seq_lens[owners]
+    folded.extend_num_tokens = len(kept)
+    folded.extend_seq_lens_cpu, folded.extend_prefix_lens_cpu = row_lengths, row_starts
+    folded.extend_seq_lens = torch.tensor(row_lengths, dtype=batch.extend_seq_lens.dtype).to(device)
+    folded.extend_prefix_lens = torch.tensor(row_starts, dtype=batch.extend_prefix_lens.dtype).to(device)
+    firsts = torch.tensor([0, *row_lengths[:-1]]).cumsum(0)
+    folded.extend_start_loc = firsts.to(batch.extend_start_loc.dtype).to(device)
+    folded.extend_logprob_start_lens_cpu = _logprob_starts(batch, rows)
+    for name in ("lora_ids", "rids", "mm_inputs"):
+        values = getattr(batch, name)
+        if values is not None:
+            setattr(folded, name, [values[i] for i in owner])
+    last = [i + 1 == len(rows) or rows[i + 1].request != row.request for i, row in enumerate(rows)]
+    for name, nothing in (("top_logprobs_nums", 0), ("token_ids_logprobs", None)):
+        values = getattr(batch, name)
+        if values is not None:
+            setattr(folded, name, [values[i] if is_last else nothing for i, is_last in zip(owner, last, strict=True)])
+    if batch.global_num_token_non_padded is not None:
+        folded.global_num_token_non_padded = torch.full_like(batch.global_num_token_non_padded, len(kept))
+    if batch.global_num_token_non_padded_cpu is not None:
+        folded.global_num_token_non_padded_cpu = len(kept)
+    translator.own_plan(folded).bind(folded, translator)
+    return folded
+
+
+def _logprob_starts(batch: Any, rows: Sequence[Row]) -> list[int] | None:
+    """First token of each row whose input logprob is asked for, relative to the row; its length when none is.
+
+    Tokens with input logprobs are never placed, so they all lie in a request's last row.
+    """
+    if batch.extend_logprob_start_lens_cpu is None:
+        return None
+    absolute = [s + o for s, o in zip(batch.extend_prefix_lens_cpu, batch.extend_logprob_start_lens_cpu, strict=True)]
+    return [min(max(absolute[row.request] - row.start, 0), row.stop - row.start) for row in rows]

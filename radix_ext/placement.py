@@ -1,0 +1,160 @@
+"""Placement: corrected KV is written into a request's own slots right before the forward pass that needs it.
+
+The scheduler allocates slots for the whole prompt beyond the exact hit, as for any prefill. What was planned is corrected
+into those slots, and the forward pass leaves the placed tokens out. So nothing is promised before it is there: when a
+correction fails, the tokens are simply computed.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from kvcmas_sgl.radix_ext.decision import Piece, Reason
+from kvcmas_sgl.radix_ext.kv_view import KVView
+from kvcmas_sgl.radix_ext.node_marks import Provenance
+from kvcmas_sgl.radix_ext.planner import Planner
+from kvcmas_sgl.radix_ext.request import AgentRequest, Placed
+from kvcmas_sgl.radix_ext.sources import Place, Source
+from kvcmas_sgl.radix_ext.statistics import Statistics
+from kvcmas_sgl.triton_kernels import Segment, plan, run
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import Req
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, eq=False)
+class Pass:
+    """One request's part of a forward pass: tokens ``[start, stop)`` and their slots (int64 [stop - start])."""
+
+    req: Req
+    start: int
+    stop: int
+    slots: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class _Step:
+    """One piece of a pass, ready to run."""
+
+    one: Pass
+    piece: Piece
+    segment: Segment
+
+
+class Placer:
+    """Corrects the pieces of a pass, all requests in one batch.
+
+    Parameters
+    ----------
+    slots_of
+        Slots (int64 [n]) of a source's content, or None when it has left the tree.
+    """
+
+    def __init__(
+        self, view: KVView, planner: Planner, slots_of: Callable[[Source], Tensor | None], statistics: Statistics
+    ) -> None:
+        self._view = view
+        self._planner = planner
+        self._slots_of = slots_of
+        self._statistics = statistics
+
+    def run(self, passes: Sequence[Pass]) -> list[list[tuple[int, int]]]:
+        """Place what can be placed; per pass the ranges of tokens that need no computing, ascending.
+
+        The last token of a pass is always computed: SGLang takes the logits there.
+        """
+        steps = [step for one in passes for step in self._steps(one)]
+        done: list[_Step] = []
+        try:
+            self._correct(steps)
+            done = steps
+        except Exception:
+            # One poisoned source must not cost the other requests their reuse.
+            for one in passes:
+                own = [step for step in steps if step.one is one]
+                try:
+                    self._correct(own)
+                    done += own
+                except Exception:
+                    self._failed(one, own)
+        for step in done:
+            self._record(step)
+        return [[(s.piece.start, s.piece.stop) for s in done if s.one is one] for one in passes]
+
+    def _steps(self, one: Pass) -> list[_Step]:
+        request: AgentRequest = one.req.kvcmas
+        steps = []
+        for planned in request.pieces:
+            piece = planned.cut(one.start, one.stop - 1)
+            if piece is None:
+                continue
+            source = self._slots_of(piece.base.source)
+            try:
+                delta = self._planner.delta(piece, request.agent(self._place(request, piece)))
+            except LookupError:
+                source = None
+            if source is None:
+                if not request.settled:
+                    request.report.spans[piece.span].reason = Reason.GONE
+                continue
+            offset, count = piece.base.offset, piece.stop - piece.start
+            segment = Segment(
+                source_slots=source[offset : offset + count],
+                target_slots=one.slots[piece.start - one.start : piece.stop - one.start],
+                source_start=piece.base.source.start + offset,
+                target_start=piece.start,
+                offset=offset,
+                delta=delta,
+            )
+            steps.append(_Step(one, piece, segment))
+        return steps
+
+    def _place(self, request: AgentRequest, piece: Piece) -> Place:
+        return Place.FIRST if piece.start < request.report.spans[0].stop else Place.LATER
+
+    def _correct(self, steps: Sequence[_Step]) -> None:
+        view = self._view
+        if steps:
+            batch = plan([s.segment for s in steps], view.table, head_dim=view.head_dim, kv_heads=view.kv_heads)
+            run(batch, view.k_buffers, view.v_buffers)
+
+    def _failed(self, one: Pass, steps: Sequence[_Step]) -> None:
+        self._statistics.fallbacks += 1
+        request: AgentRequest = one.req.kvcmas
+        if not request.settled:
+            for step in steps:
+                request.report.spans[step.piece.span].reason = Reason.FAILED
+            request.publish_report()
+        logger.exception("kvcmas: a correction failed; its tokens are prefilled.")
+
+    def _record(self, step: _Step) -> None:
+        request: AgentRequest = step.one.req.kvcmas
+        piece = step.piece
+        if not piece.exact:
+            mark = Provenance(piece.base.agent.role, piece.estimator, piece.error)
+            request.placed.append(Placed(piece.start, piece.stop, step.segment.target_slots, mark))
+        if request.settled:
+            return
+        count, report = piece.stop - piece.start, request.report
+        span = report.spans[piece.span]
+        if piece.exact:
+            span.exact_tokens += count
+            report.exact_tokens += count
+        else:
+            span.corrected_tokens += count
+            report.corrected_tokens += count
+            report.predicted_kl = (report.predicted_kl or 0.0) + piece.kl
+        if span.reason is not Reason.REUSED:
+            span.reason = Reason.REUSED
+            span.source, span.estimator = piece.base.agent.role, piece.estimator
+            span.predicted_error, span.predicted_kl = piece.error, 0.0
+        span.predicted_kl = (span.predicted_kl or 0.0) + piece.kl
+        # SGLang's own count of tokens that needed no computing.
+        step.one.req.cached_tokens += count
+        request.publish_report()
