@@ -33,7 +33,9 @@ def export(cache: DeltaRadixCache) -> None:
     requests = Counter("kvcmas:requests", "Agent requests.", ["auto"])
     spans = Counter("kvcmas:spans", "Shared spans by what happened to them.", ["reason"])
     tokens = Counter("kvcmas:prompt_tokens", "Prompt tokens of agent requests.", ["kind"])
-    predicted = Histogram("kvcmas:predicted_kl", "Predicted KL of prompts with corrected KV, nats.", buckets=_KL_BUCKETS)
+    predicted = Histogram(
+        "kvcmas:predicted_kl", "Predicted KL of prompts with corrected KV, nats.", buckets=_KL_BUCKETS
+    )
     fallbacks = Counter("kvcmas:fallbacks", "Internal failures that ended in a dense prefill.")
     state = Gauge("kvcmas:state_bytes", "Bytes held.", ["part"], multiprocess_mode="mostrecent")
     counted = 0

@@ -81,6 +81,7 @@ class DeltaRadixCache(UnifiedRadixCache):
             self.gate,
             self.spans.own_rows,
             self.spans.resident,
+            self.sources.agent_prefix,
             min_span=config.min_span,
             head=config.head,
         )
@@ -150,11 +151,13 @@ class DeltaRadixCache(UnifiedRadixCache):
         if request.auto:
             ranges = [(0, len(request.prompt))]
         matches = [
-            match
-            for start, stop in ranges
-            for match in self.sources.find(request.scope, request.prompt, start, stop)
+            match for start, stop in ranges for match in self.sources.find(request.scope, request.prompt, start, stop)
         ]
-        request.found(matches, self.sources.version)
+        prefix, first_stop = None, 0
+        if request.auto and matches:
+            prefix = self.sources.agent_prefix(request.scope, request.prompt, matches[0].start)
+            first_stop = prefix[0] + self.config.min_span
+        request.found(matches, self.sources.version, prefix, first_stop)
 
     def _count_hit(self, request: AgentRequest, result: MatchResult) -> float:
         """Report the exact cache's hit; returns the predicted KL, nats, of the corrected KV in it."""

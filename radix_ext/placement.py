@@ -17,7 +17,7 @@ from kvcmas_sgl.radix_ext.kv_view import KVView
 from kvcmas_sgl.radix_ext.node_marks import Provenance
 from kvcmas_sgl.radix_ext.planner import Planner
 from kvcmas_sgl.radix_ext.request import AgentRequest, Placed
-from kvcmas_sgl.radix_ext.sources import Place, Source
+from kvcmas_sgl.radix_ext.sources import Source
 from kvcmas_sgl.radix_ext.statistics import Statistics
 from kvcmas_sgl.triton_kernels import Segment, plan, run
 from torch import Tensor
@@ -96,7 +96,7 @@ class Placer:
                 continue
             source = self._slots_of(piece.base.source)
             try:
-                delta = self._planner.delta(piece, request.agent(self._place(request, piece)))
+                delta = self._planner.delta(piece, request.agent(piece.start))
             except LookupError:
                 source = None
             if source is None:
@@ -114,9 +114,6 @@ class Placer:
             )
             steps.append(_Step(one, piece, segment))
         return steps
-
-    def _place(self, request: AgentRequest, piece: Piece) -> Place:
-        return Place.FIRST if piece.start < request.report.spans[0].stop else Place.LATER
 
     def _correct(self, steps: Sequence[_Step]) -> None:
         view = self._view

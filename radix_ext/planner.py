@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from kvcmas_sgl.radix_ext.blocks import Tokens
 from kvcmas_sgl.radix_ext.decision import Base, Piece, Reason, SpanReport
 from kvcmas_sgl.radix_ext.delta_store import Rows, join
 from kvcmas_sgl.radix_ext.estimators import Estimator
 from kvcmas_sgl.radix_ext.gate import Gate
 from kvcmas_sgl.radix_ext.request import AUTO_ROLE, AgentRequest
-from kvcmas_sgl.radix_ext.sources import Agent, Match, Place, Source, digest, edge, token_digest
+from kvcmas_sgl.radix_ext.sources import Agent, Match, Place, Source, digest, edge
 from kvcmas_sgl.triton_kernels import Delta
 
 IDENTICAL = "identical"
@@ -43,6 +44,8 @@ class Planner:
         The own delta that a source's nodes hold under a name (`own_key`): its rows in order, or () when incomplete.
     resident
         Whether a source's node still is in the tree.
+    agent_prefix
+        Names the agent of a prompt that was found by content (`SourceIndex.agent_prefix`).
     min_span, head
         Shortest span, and how many of a span's first tokens are always computed; in tokens.
     """
@@ -54,6 +57,7 @@ class Planner:
         gate: Gate,
         own_rows: Callable[[Source, str], Sequence[Rows]],
         resident: Callable[[Source], bool],
+        agent_prefix: Callable[[str, Tokens, int | None], tuple[int, str]],
         *,
         min_span: int,
         head: int,
@@ -63,6 +67,7 @@ class Planner:
         self.gate = gate
         self.own_rows = own_rows
         self.resident = resident
+        self.agent_prefix = agent_prefix
         self.min_span = min_span
         self.head = head
 
@@ -96,16 +101,10 @@ class Planner:
         """Resident KV of a stretch, the newest of each content first."""
         found = []
         for content, offset in match.places:
-            if content.first_shared is None:
-                content.first_shared = offset
             for source in content.sources:
                 if self.resident(source):
-                    found.append(Base(source, _agent_of(source, offset, request.scope), offset))
+                    found.append(Base(source, self._agent_of(source, offset), offset))
         return found
-
-    def agent(self, request: AgentRequest, match: Match) -> Agent:
-        """The consumer of a stretch."""
-        return request.agent(Place.FIRST if match.start < request.report.spans[0].stop else Place.LATER)
 
     def delta(self, piece: Piece, consumer: Agent) -> Delta | None:
         """The delta that a piece applies; None when its base is only moved.
@@ -155,7 +154,7 @@ class Planner:
     def _best(
         self, request: AgentRequest, number: int, match: Match, bases: Sequence[Base], wish: Wish
     ) -> Piece | None:
-        consumer = self.agent(request, match)
+        consumer = request.agent(match.start)
         context = request.context(match.start)
         length = match.stop - match.start
         share = length / len(request.prompt)
@@ -184,15 +183,16 @@ class Planner:
             candidates.append(piece(bases[0], NONE, 0.0))
         return min(candidates, key=lambda one: one.error, default=None)
 
-
-def _agent_of(source: Source, offset: int, scope: str) -> Agent:
-    """Who holds a source; one that was found by content is named by what stands before its first shared stretch."""
-    if source.agent is not None:
-        return source.agent
-    sequence = source.sequence_content
-    if sequence is None:
-        sequence = source.content
-        place = Place.FIRST if offset == sequence.first_shared else Place.LATER
-    else:
-        place = Place.ANSWER
-    return Agent(AUTO_ROLE, token_digest(sequence.tokens[: sequence.first_shared]), scope, place)
+    def _agent_of(self, source: Source, offset: int) -> Agent:
+        """Who holds a source; one that was found by content is named by its prompt's agent prefix."""
+        if source.agent is not None:
+            return source.agent
+        if source.sequence_content is not None:
+            prompt, place = source.sequence_content, Place.ANSWER
+            _, name = prompt.prefix or self.agent_prefix(prompt.scope, prompt.tokens, None)
+        else:
+            prompt = source.content
+            prompt.prefix = prompt.prefix or self.agent_prefix(prompt.scope, prompt.tokens, offset)
+            length, name = prompt.prefix
+            place = Place.FIRST if offset < length + self.min_span else Place.LATER
+        return Agent(AUTO_ROLE, name, prompt.scope, place)

@@ -10,7 +10,7 @@ from kvcmas_sgl.radix_ext.harvest import HarvestJob
 from kvcmas_sgl.radix_ext.node_marks import Provenance, mark_corrected, mark_exact, path_to, provenance, slots
 from kvcmas_sgl.radix_ext.planner import own_key
 from kvcmas_sgl.radix_ext.request import AgentRequest
-from kvcmas_sgl.radix_ext.sources import Agent, Match, Place, Source, as_tokens
+from kvcmas_sgl.radix_ext.sources import Agent, Match, Source, as_tokens
 from sglang.srt.mem_cache.base_prefix_cache import InsertParams, MatchPrefixParams
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
@@ -112,7 +112,7 @@ class Publisher:
             self._cut(req, path, up_to),
             content_start=start,
             content=cache.sources.content(request.scope, as_tokens(answer)),
-            agent=None if request.auto else request.agent(Place.ANSWER),
+            agent=None if request.auto else request.agent(start),
             context=request.context(start),
             sequence_content=request.content,
         )
@@ -129,7 +129,7 @@ class Publisher:
             self._cut(req, path, span.stop),
             content_start=span.start,
             content=self._cache.sources.content(request.scope, request.prompt[span.start : span.stop]),
-            agent=request.agent(Place.FIRST if number == 0 else Place.LATER),
+            agent=request.agent(span.start),
             context=request.context(span.start),
         )
         jobs = self._jobs(request, source, request.matches[number])
@@ -142,7 +142,7 @@ class Publisher:
         for match in matches:
             if not source.computed or request.hit >= match.stop:
                 continue
-            consumer, context = planner.agent(request, match), request.context(match.start)
+            consumer, context = request.agent(match.start), request.context(match.start)
             bases = [base for base in planner.bases(request, match) if base.source.computed]
             # The same tokens before it, or its own earlier run: nothing differs, and nothing is learned.
             bases = [base for base in bases if base.offset or base.source.context != context]

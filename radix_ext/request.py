@@ -44,6 +44,10 @@ class AgentRequest:
         Token ids, int64 [n].
     report
         What the client will see; ``report.spans`` are the spans, in prompt order.
+    prefix
+        Length and digest of the agent prefix: what stands before the first shared span.
+    first_stop
+        A stretch that starts before it stands right after the agent prefix: where the first span ends.
     matches
         Known content in each span, as of ``searched`` (a version of the source index).
     hit, limit
@@ -66,6 +70,8 @@ class AgentRequest:
     scope: str
     prompt: Tokens
     report: Report
+    prefix: tuple[int, str]
+    first_stop: int
     matches: list[list[Match]] = field(default_factory=list)
     searched: int = -1
     hit: int = 0
@@ -82,33 +88,41 @@ class AgentRequest:
     @classmethod
     def of(cls, hint: AgentHint | None, prompt: array[int], scope: str) -> AgentRequest:
         """Bind a hint, or none for automatic mode, to its prompt (token ids)."""
-        role = AUTO_ROLE if hint is None else hint.role
-        report = Report(role, len(prompt), auto=hint is None)
-        if hint is not None:
-            report.spans = [SpanReport(start, stop) for start, stop in hint.spans]
-        return cls(hint, scope, as_tokens(prompt), report)
+        tokens = as_tokens(prompt)
+        if hint is None:
+            whole = (len(tokens), token_digest(tokens))
+            return cls(hint, scope, tokens, Report(AUTO_ROLE, len(tokens), auto=True), whole, 0)
+        report = Report(hint.role, len(tokens), spans=[SpanReport(start, stop) for start, stop in hint.spans])
+        first, stop = hint.spans[0] if hint.spans else (len(tokens), 0)
+        return cls(hint, scope, tokens, report, (first, token_digest(tokens[:first])), stop)
 
     @property
     def auto(self) -> bool:
         return self.hint is None
 
-    @property
-    def prefix_stop(self) -> int:
-        """Where the agent prefix ends: at the first shared span, or with the prompt when there is none."""
-        return self.report.spans[0].start if self.report.spans else len(self.prompt)
-
-    def agent(self, place: Place) -> Agent:
-        """This request's agent at a place of its prompt."""
-        return Agent(self.report.role, token_digest(self.prompt[: self.prefix_stop]), self.scope, place)
+    def agent(self, start: int) -> Agent:
+        """This request's agent, at a stretch that starts at ``start`` (past the prompt: its answer)."""
+        if start >= len(self.prompt):
+            place = Place.ANSWER
+        else:
+            place = Place.FIRST if start < self.first_stop else Place.LATER
+        return Agent(self.report.role, self.prefix[1], self.scope, place)
 
     def context(self, stop: int) -> str:
         """Name of all tokens before ``stop``."""
         return token_digest(self.prompt[:stop])
 
-    def found(self, matches: Sequence[Match], version: int) -> None:
-        """Take the result of a search of the source index; in automatic mode every match is a span."""
+    def found(
+        self, matches: Sequence[Match], version: int, prefix: tuple[int, str] | None = None, first_stop: int = 0
+    ) -> None:
+        """Take the result of a search of the source index; in automatic mode every match is a span.
+
+        ``prefix`` and ``first_stop`` are what automatic mode goes by from now on.
+        """
         self.searched = version
         if self.auto:
+            if prefix is not None:
+                self.prefix, self.first_stop = prefix, first_stop
             self.report.spans = [SpanReport(match.start, match.stop) for match in matches]
         self.matches = [
             [match for match in matches if span.start <= match.start < span.stop] for span in self.report.spans

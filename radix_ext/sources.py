@@ -23,6 +23,12 @@ MAX_SOURCES_PER_CONTENT = 8
 MAX_TOKENS = 1 << 22
 """Tokens of all contents together; some 60 bytes each with their blocks. The least recently used contents go first."""
 
+NEARLY = 0.9
+"""Share of the longest stretch that another content must cover to be a source of it too."""
+
+MAX_PREFIXES = 1024
+"""Agent prefixes that automatic mode remembers."""
+
 _sequence = itertools.count()
 
 
@@ -70,14 +76,13 @@ class Agent:
 class Content:
     """A run of tokens within one scope, and who holds its KV, newest first.
 
-    ``first_shared`` is where the first stretch starts that other sequences share, known once one of them was seen; it
-    names the agent of an automatically found source.
+    ``prefix`` is the agent prefix (length and digest) of a whole prompt that was found by content, once it is known.
     """
 
     scope: str
     tokens: Tokens
     sources: list[Source] = field(default_factory=list)
-    first_shared: int | None = None
+    prefix: tuple[int, str] | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -176,6 +181,7 @@ class SourceIndex:
         self._contents: OrderedDict[tuple[str, str], Content] = OrderedDict()
         self._tables: dict[str, BlockTable[Content]] = {}
         self._by_node: dict[int, list[Source]] = {}
+        self._prefixes: OrderedDict[tuple[str, int, str], None] = OrderedDict()
         self.tokens = 0
         self.version = 0
         """Changes whenever `find` may answer differently."""
@@ -216,37 +222,62 @@ class SourceIndex:
     def find(self, scope: str, prompt: Tokens, start: int, stop: int) -> list[Match]:
         """Known stretches inside ``prompt[start:stop]``: disjoint, ascending, each as long as it can be.
 
-        A stretch that is the beginning of the prompt and of a content alike is left out: that is the exact prefix
-        cache's, not ours.
+        Contents that cover almost the same stretch share a match, cut to what they have in common. A stretch that is
+        the beginning of the prompt and of a content alike is left out: that is the exact prefix cache's, not ours.
         """
         table = self._tables.get(scope)
         matches: list[Match] = []
         if table is None or stop - start < self.shortest:
             return matches
-        at, tries = start, 64 + (stop - start) // self._block
+        at, tries = start, 64 + 4 * (stop - start) // self._block
+        # Where each content would start in the prompt -> the stretch that it covers.
+        found: dict[tuple[Content, int], tuple[int, int]] = {}
+        window = start
         prefixes: dict[Content, int] = {}
         for offset, places in table.hits(prompt[start:stop]):
             position = start + offset
-            if position < at:
-                continue
-            best: dict[tuple[int, int], list[tuple[Content, int]]] = {}
-            for content, inside in reversed(places):
-                if inside == position < prefixes.get(content, 0):
+            if found and position >= window:
+                matches.append(_share(found))
+                at, found = matches[-1].stop, {}
+            for content, inside in places:
+                shift = position - inside
+                if position < at or (content, shift) in found or (shift == 0 and position < prefixes.get(content, 0)):
                     continue
-                if tries <= 0:
-                    return matches
                 tries -= 1
+                if tries < 0:
+                    break
                 first, last = _grow(prompt, content.tokens, position, inside, at, stop)
-                if first == 0 == position - inside:
+                if first == 0 == shift:
                     prefixes[content] = last
                 elif last - first >= self.shortest:
-                    best.setdefault((first, last), []).append((content, inside - (position - first)))
-            if not best:
-                continue
-            first, last = max(best, key=lambda pair: pair[1] - pair[0])
-            matches.append(Match(first, last, tuple(best[first, last])))
-            at = last
+                    # A content that covers nearly all of it starts no later, and its first whole block soon after.
+                    slack = int((1 - NEARLY) * (last - first)) + 2 * self._block
+                    window = max(window, first + slack) if found else first + slack
+                    found[content, shift] = (first, last)
+        if found:
+            matches.append(_share(found))
         return matches
+
+    def agent_prefix(self, scope: str, tokens: Tokens, first: int | None) -> tuple[int, str]:
+        """Length and digest of a prompt's agent prefix, when the first content that it shares starts at ``first``.
+
+        It is the longest known prefix that ends no later; what stands between is text that nobody else was seen with.
+        Without any, the prompt up to ``first`` becomes a known one. None: no shared content is known.
+        """
+        register, first = first is not None, len(tokens) if first is None else first
+        lengths = sorted({n for known, n, _ in self._prefixes if known == scope and n <= first}, reverse=True)
+        for length in lengths:
+            name = token_digest(tokens[:length])
+            if (scope, length, name) in self._prefixes:
+                self._prefixes.move_to_end((scope, length, name))
+                return length, name
+        name = token_digest(tokens[:first])
+        if not register:
+            return first, name
+        self._prefixes[scope, first, name] = None
+        if len(self._prefixes) > MAX_PREFIXES:
+            self._prefixes.popitem(last=False)
+        return first, name
 
     def node_gone(self, node: int) -> None:
         """Drop every source that ends at a node which left the tree."""
@@ -257,6 +288,7 @@ class SourceIndex:
         self._contents.clear()
         self._tables.clear()
         self._by_node.clear()
+        self._prefixes.clear()
         self.tokens = 0
         self.version += 1
 
@@ -287,6 +319,20 @@ class SourceIndex:
             del self._tables[content.scope]
         self.tokens -= len(content.tokens)
         self.version += 1
+
+
+def _share(found: dict[tuple[Content, int], tuple[int, int]]) -> Match:
+    """The longest stretch, cut to what it has in common with those that cover nearly all of it; newest contents first."""
+    ranked = sorted(found.items(), key=lambda item: item[1][0] - item[1][1])
+    first, last = ranked[0][1]
+    least = NEARLY * (last - first)
+    places = []
+    for (content, shift), (start, stop) in ranked:
+        if min(stop, last) - max(start, first) >= least:
+            first, last = max(start, first), min(stop, last)
+            places.append((content, shift))
+    newest = sorted(places, key=lambda place: max(s.sequence for s in place[0].sources), reverse=True)
+    return Match(first, last, tuple((content, first - shift) for content, shift in newest))
 
 
 def _grow(prompt: Tokens, tokens: Tokens, position: int, inside: int, low: int, high: int) -> tuple[int, int]:

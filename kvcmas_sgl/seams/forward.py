@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+
 from kvcmas_sgl.radix_ext.cache import DeltaRadixCache
 from kvcmas_sgl.radix_ext.placement import Pass
 
@@ -60,9 +61,7 @@ def _place(cache: DeltaRadixCache, forward_batch: Any) -> list[list[tuple[int, i
     return placed
 
 
-def fresh_rows(
-    starts: Sequence[int], lengths: Sequence[int], placed: Sequence[Sequence[tuple[int, int]]]
-) -> list[Row]:
+def fresh_rows(starts: Sequence[int], lengths: Sequence[int], placed: Sequence[Sequence[tuple[int, int]]]) -> list[Row]:
     """The rows of a pass: per request the runs of ``[start, start + length)`` that its placed ranges leave over.
 
     Every request keeps at least one row, since its last token is never placed.

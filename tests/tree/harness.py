@@ -96,9 +96,12 @@ class Tree:
         hint: dict[str, object] | None = None,
         *,
         salt: str | None = None,
-        auto: bool = False,
+        auto: Sequence[int] | None = None,
     ) -> Req:
-        """A request as the scheduler's seam would make it; ``hint`` is an agent payload."""
+        """A request as the scheduler's seam would make it.
+
+        ``hint`` is an agent payload; ``auto``, in automatic mode, the agent prefix that the formula model goes by.
+        """
         self.served += 1
         req = Req(
             rid=f"r{self.served}",
@@ -107,10 +110,11 @@ class Tree:
             sampling_params=SamplingParams(temperature=0, max_new_tokens=1),
             cache_salt=salt,
         )
-        if hint is not None or auto:
+        if hint is not None or auto is not None:
             parsed = parse_payload(hint) if hint is not None else None
             req.kvcmas = AgentRequest.of(parsed, array("q", prompt), digest((salt or "").encode()))
             req.extra_key = f"secret:{parsed.role if parsed else 'auto'}"
+            req.formula_prefix = prompt[: req.kvcmas.prefix[0]] if auto is None else auto
         req.full_untruncated_fill_ids = array("q", prompt)
         return req
 
@@ -158,9 +162,7 @@ class Tree:
 
     def expected(self, req: Req, answer: Sequence[int] = ()) -> tuple[torch.Tensor, torch.Tensor]:
         """What a dense run gives for the whole prompt and an answer, ``[L, n, H, d]``."""
-        request = getattr(req, "kvcmas", None)
-        prompt = [*req.origin_input_ids, *answer]
-        return self.model.kv(prompt[: request.prefix_stop] if request else (), prompt, 0)
+        return self.model.kv(getattr(req, "formula_prefix", ()), [*req.origin_input_ids, *answer], 0)
 
     def held(self, req: Req) -> tuple[torch.Tensor, torch.Tensor]:
         """What the pool holds for the request's row, ``[L, n, H, d]``."""
@@ -195,7 +197,7 @@ class Tree:
         salt: str | None = None,
         settle: bool = True,
         answer: Sequence[int] = (),
-        auto: bool = False,
+        auto: Sequence[int] | None = None,
     ) -> dict[str, object]:
         """A whole request; returns its report (empty without a hint).
 
@@ -207,7 +209,7 @@ class Tree:
         if settle:
             self.learn()
             self.check()
-        return req.kvcmas.report.as_dict() if hint is not None or auto else {}
+        return req.kvcmas.report.as_dict() if hint is not None or auto is not None else {}
 
     def learn(self) -> None:
         while self.cache.learner.step():

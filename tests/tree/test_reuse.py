@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from array import array
-
 import pytest
 import torch
 from kvcmas_sgl.radix_ext.decision import Reason

@@ -5,14 +5,10 @@ from __future__ import annotations
 import math
 
 import pytest
-from kvcmas_sgl.radix_ext.decision import Plan, Reason, Refusal
-from kvcmas_sgl.radix_ext.estimators import Edge, make_estimator
+from kvcmas_sgl.radix_ext.estimators import Edge
 from kvcmas_sgl.radix_ext.gate import KL_PER_SQUARED_ERROR, MIN_PAIRS, Gate
-from kvcmas_sgl.radix_ext.planner import Planner
-from kvcmas_sgl.radix_ext.sources import Agent, Source, edge
 
 EDGE = Edge("s", "a", "b")
-CRITIC = Agent("critic", "pc", "s")
 
 
 def gate_with(*pairs: tuple[float, int], max_kl: float = 0.02) -> Gate:
@@ -47,52 +43,7 @@ def test_a_broken_error_is_refused() -> None:
         gate_with((float("nan"), 100))
 
 
-def planner(gate: Gate) -> Planner:
-    estimators = {n: make_estimator(n, layers=2, kv_heads=1, head_dim=8, rank=4) for n in ("affine", "none")}
-    return Planner(estimators, "affine", gate, lambda source, consumer: [])
-
-
-def source(role: str, *, error: float = 0.0, prefix: str = "") -> Source:
-    return Source("c", Agent(role, prefix or f"p-{role}", "s"), 1, 4, 1000, error=error, exact=error == 0)
-
-
-def learned(*sources: Source, squared_error: float = 0.001, max_kl: float = 0.02) -> Gate:
-    gate = Gate(max_kl)
-    for known in sources:
-        for _ in range(MIN_PAIRS):
-            gate.record(edge(known.agent, CRITIC), "affine", squared_error=squared_error, tokens=1000)
-    return gate
-
-
-def decide(gate: Gate, *sources: Source, always: bool = False) -> Plan | Refusal:
-    return planner(gate).plan(CRITIC, sources, estimator=None, always=always)
-
-
-def test_reasons_for_refusal() -> None:
-    known = source("planner")
-    assert decide(Gate(0.02)) == Refusal(Reason.NO_SOURCE)
-    assert decide(Gate(0.02), known) == Refusal(Reason.EDGE_UNKNOWN)
-    refusal = decide(learned(known, squared_error=1.0), known)
-    assert isinstance(refusal, Refusal) and refusal.reason is Reason.OVER_BUDGET
-    assert refusal.kl == pytest.approx(KL_PER_SQUARED_ERROR * 1.5)
-
-
-def test_errors_add_along_the_chain_and_the_exact_source_wins_when_the_sum_says_so() -> None:
-    newest, exact = source("writer", error=0.05), source("planner")
-    plan = decide(learned(newest, exact), newest, exact)
-    assert isinstance(plan, Plan) and plan.source is exact
-    assert plan.error == pytest.approx(math.sqrt(0.001 * 1.5))
-    only = decide(learned(newest, max_kl=1.0), newest)
-    assert isinstance(only, Plan) and only.error == pytest.approx(0.05 + math.sqrt(0.001 * 1.5))
-
-
-def test_the_same_prefix_needs_no_learning_and_is_exact() -> None:
-    plan = decide(Gate(0.0), source("twin", prefix="pc"))
-    assert isinstance(plan, Plan) and plan.exact and plan.error == 0.0
-    assert planner(Gate(0.0)).delta(plan, CRITIC) is None
-
-
-def test_always_overrides_the_budget_but_says_what_it_predicts() -> None:
-    known = source("planner")
-    plan = decide(learned(known, squared_error=1.0), known, always=True)
-    assert isinstance(plan, Plan) and plan.kl > 0.02
+def test_squared_errors_count_by_their_share_of_the_prompt() -> None:
+    gate = Gate(0.02)
+    assert gate.kl(0.1) == pytest.approx(KL_PER_SQUARED_ERROR * 0.01)
+    assert gate.kl(0.1, 0.25) == pytest.approx(KL_PER_SQUARED_ERROR * 0.0025)
