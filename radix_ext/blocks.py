@@ -59,7 +59,7 @@ class BlockTable(Generic[Owner]):
                 self._blocks.pop(value, None)
 
     def hits(self, tokens: Tokens) -> Iterator[tuple[int, list[tuple[Owner, int]]]]:
-        """Offsets in ``tokens`` (ascending) at which a known block may start, with (owner, offset there), oldest first."""
+        """Offsets (ascending) at which a known block may start, and its (owner, offset there), oldest first."""
         if not self._blocks:
             return
         known = self._blocks

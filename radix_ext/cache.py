@@ -217,7 +217,7 @@ class DeltaRadixCache(UnifiedRadixCache):
         request = agent_request(req)
         if request is not None:
             for lock in request.held:
-                self.unlock(lock)  # type: ignore[arg-type]
+                self.unlock(lock)
             request.held = []
 
     def admit(self, req: Req) -> None:

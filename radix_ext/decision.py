@@ -118,8 +118,8 @@ class Report:
     """What one request's prompt got; a dict of it is the response's ``meta_info["kvcmas"]``.
 
     ``exact_tokens + corrected_tokens + computed_tokens`` is the prompt's length. What stands beside them is that of
-    the first span that was reused, or else of the first span; ``predicted_kl`` is that of all corrected KV in the prompt,
-    where there is any.
+    the first span that was reused, or else of the first span; ``predicted_kl`` is that of all corrected KV in the
+    prompt, where there is any.
     """
 
     role: str

@@ -1,4 +1,4 @@
-"""After a pass: the tree is told how the KV was made, and what was computed becomes a source and something to learn from."""
+"""After a pass: the tree is told how its KV was made, and what was computed becomes a source and a lesson."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class Publisher:
         request.placed = waiting
 
     def publish_prompt(self, req: Req, request: AgentRequest) -> None:
-        """The prompt is in the tree: its spans (in automatic mode, all of it) are the newest sources of their content."""
+        """The prompt is in the tree: its spans (in automatic mode, all of it) become the newest sources."""
         cache, prompt = self._cache, request.prompt
         path = cache.path_device_indices(req.last_node)
         if path.shape[0] < len(prompt):

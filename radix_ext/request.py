@@ -102,10 +102,9 @@ class AgentRequest:
 
     def agent(self, start: int) -> Agent:
         """This request's agent, at a stretch that starts at ``start`` (past the prompt: its answer)."""
+        place = Place.FIRST if start < self.first_stop else Place.LATER
         if start >= len(self.prompt):
             place = Place.ANSWER
-        else:
-            place = Place.FIRST if start < self.first_stop else Place.LATER
         return Agent(self.report.role, self.prefix[1], self.scope, place)
 
     def context(self, stop: int) -> str:

@@ -1,8 +1,8 @@
 """From content to the resident KV that a correction can start from.
 
 A *content* is a run of tokens that somebody holds: a shared span, an agent's answer, or (in automatic mode) a whole
-prompt. A *source* is one agent's resident KV of a content. `SourceIndex.find` tells which stretches of a prompt are known
-content, wherever they start in it and in the content.
+prompt. A *source* is one agent's resident KV of a content. `SourceIndex.find` tells which stretches of a prompt are
+known content, wherever they start in it and in the content.
 """
 
 from __future__ import annotations
@@ -322,7 +322,7 @@ class SourceIndex:
 
 
 def _share(found: dict[tuple[Content, int], tuple[int, int]]) -> Match:
-    """The longest stretch, cut to what it has in common with those that cover nearly all of it; newest contents first."""
+    """The longest stretch, cut to what it shares with those that cover nearly all of it; newest contents first."""
     ranked = sorted(found.items(), key=lambda item: item[1][0] - item[1][1])
     first, last = ranked[0][1]
     least = NEARLY * (last - first)

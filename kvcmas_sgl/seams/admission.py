@@ -11,8 +11,8 @@ from kvcmas_sgl.radix_ext.cache import DeltaRadixCache, agent_request
 def around_add_one_req(original: Callable[..., Any], adder: Any, req: Any, *args: Any, **kwargs: Any) -> Any:
     """Around ``PrefillAdder.add_one_req``: admit an agent request by what it has to compute.
 
-    Memory is budgeted as ever, and with the sources of the correction pinned. Where they leave no room for the request, it
-    is offered once more without reuse, so that its own sources may be evicted for it.
+    Memory is budgeted as ever, and with the sources of the correction pinned. Where they leave no room for the request,
+    it is offered once more without reuse, so that its own sources may be evicted for it.
     """
     cache, request = adder.tree_cache, agent_request(req)
     if request is None or not isinstance(cache, DeltaRadixCache):

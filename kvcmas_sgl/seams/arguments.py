@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from typing import Any
 
@@ -46,6 +47,8 @@ def after_check_server_args(result: None, server_args: Any) -> None:
     # Settings may have been published after this process loaded its plugins.
     hooks.extend_server()
     hooks.check_complete()
+    # Its ragged prefill reads the pool before the pass has written to it (see seams/forward.py); children inherit this.
+    os.environ.setdefault("SGLANG_FLASHINFER_USE_PAGED", "1")
     try:
         check_arguments(arguments)
         from sglang.srt.configs.model_config import ModelConfig

@@ -1,8 +1,9 @@
 """Seam: the forward pass. Placed tokens are left out of it; the fresh text around them runs in the same pass.
 
-A request whose fresh tokens lie around placed ones becomes several rows of the batch, one for each run of fresh tokens, all on
-the request's one row of `req_to_token`. Within a layer SGLang's attention backends write the new K and V to the pool
-before they read it, so a later row sees the earlier rows of its request. No backend has to know of it.
+A request whose fresh tokens lie around placed ones becomes several rows of the batch, one for each run of fresh
+tokens, all on the request's one row of `req_to_token`. Within a layer SGLang's attention backends write the new K and V
+to the pool before they read it, so a later row sees the earlier rows of its request. No backend has to know of it.
+FlashInfer's ragged prefill reads first; `seams/arguments.py` chooses its paged one.
 """
 
 from __future__ import annotations

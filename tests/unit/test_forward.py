@@ -84,7 +84,7 @@ def test_a_folded_pass_holds_every_fresh_token_once_with_its_own_slot_and_positi
 
 
 def test_logprobs_are_asked_of_the_last_row_only() -> None:
-    # Two requests of 10 tokens from position 4 on; the first asks for logprobs from token 8 of its pass, the second for none.
+    # Two requests of 10 tokens from position 4 on; one asks for logprobs from token 8 of its pass, the other for none.
     rows = fresh_rows([4, 4], [10, 10], [[(6, 10)], [(5, 12)]])
     folded = fold(batch([4, 4], [10, 10], [8, 10]), rows, NoTranslation())
     assert rows == [Row(0, 4, 6), Row(0, 10, 14), Row(1, 4, 5), Row(1, 12, 14)]

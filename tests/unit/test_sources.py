@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from array import array
 
 import numpy as np
@@ -86,7 +87,7 @@ def test_a_content_is_found_wherever_it_stands(content: list[int], before: list[
     prompt = np.array([9, *before, *content, *after], np.int64)
     matches = index.find("s", prompt, 0, len(prompt))
     assert matches and max(m.stop - m.start for m in matches) >= SHORTEST
-    assert all(a.stop <= b.start for a, b in zip(matches, matches[1:], strict=False))
+    assert all(a.stop <= b.start for a, b in itertools.pairwise(matches))
     for match in matches:
         for found, offset in match.places:
             length = match.stop - match.start
