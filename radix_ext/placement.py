@@ -1,7 +1,7 @@
 """Placement: corrected KV is written into a request's own slots right before the forward pass that needs it.
 
 The scheduler allocates slots for the whole prompt beyond the exact hit, as for any prefill. What was planned is
-corrected into those slots, and the forward pass leaves the placed tokens out. So nothing is promised before it is there:
+corrected into those slots, and the forward pass leaves the placed tokens out. Nothing is promised before it is there:
 when a correction fails, the tokens are simply computed.
 """
 
