@@ -49,6 +49,17 @@ class Reader:
         tail = tokenizer().encode(f"\n\n{question}<|im_end|>\n<|im_start|>assistant\n", add_special_tokens=False)
         return [*self.head(), *span, *tail]
 
+    def several(self, spans: Sequence[Sequence[int]], question: str = "What do they share?") -> tuple[list[int], Any]:
+        """A prompt with the agent's own words before every span but the first, and its hint."""
+        prompt, marks = list(self.head()), []
+        for number, span in enumerate(spans):
+            if number:
+                prompt += tokenizer().encode(f"\n\nHere is text number {number + 1}:\n", add_special_tokens=False)
+            marks.append((len(prompt), len(prompt) + len(span)))
+            prompt += span
+        tail = tokenizer().encode(f"\n\n{question}<|im_end|>\n<|im_start|>assistant\n", add_special_tokens=False)
+        return [*prompt, *tail], kvcmas_sgl.agent_hint(self.role, marks)
+
     def hint(self, span: Sequence[int], **fields: Any) -> dict[str, Any]:
         start = len(self.head())
         return kvcmas_sgl.agent_hint(self.role, [(start, start + len(span))], **fields)

@@ -14,14 +14,14 @@ from kvcmas_sgl.prepare_model import default_model
 from tests.prompts import PLANNER, document, tokenizer
 
 POOL = 9000
-_COMMON: dict[str, Any] = {
+COMMON: dict[str, Any] = {
     "max_total_tokens": POOL,
     # Spans of 600 tokens cross chunk borders.
     "chunked_prefill_size": 512,
     "sleep_on_idle": True,
 }
 if not has_gpu():
-    _COMMON |= {"device": "cpu", "attention_backend": "kvcmas_cpu"}
+    COMMON |= {"device": "cpu", "attention_backend": "kvcmas_cpu"}
 
 
 def plain_prompts() -> list[list[int]]:
@@ -43,7 +43,7 @@ def stock_answers() -> list[list[int]]:
     """Stock SGLang's greedy tokens for `plain_prompts`, with its own Rust tree."""
     import sglang as sgl
 
-    engine = sgl.Engine(model_path=str(default_model()), **_COMMON)
+    engine = sgl.Engine(model_path=str(default_model()), **COMMON)
     try:
         return [greedy(engine, prompt)["output_ids"] for prompt in plain_prompts()]
     finally:
@@ -56,7 +56,7 @@ def engine(stock_answers: list[list[int]]) -> Iterator[Any]:
     import sglang as sgl
 
     settings = kvcmas_sgl.engine_args(allow_overrides=True, own_rank=192, max_kl=0.05)
-    engine = sgl.Engine(model_path=str(default_model()), **_COMMON, **settings)
+    engine = sgl.Engine(model_path=str(default_model()), **COMMON, **settings)
     try:
         yield engine
     finally:

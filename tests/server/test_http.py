@@ -188,4 +188,4 @@ def test_a_frontend_program_shares_its_document(server: ServerProcess) -> None:
             reports.append(state.get_meta_info("answer")["kvcmas"])
     assert [r["role"] for r in reports] == ["poet", "poet", "judge", "judge"]
     assert reports[1]["reason"] == "exact" and reports[3]["reason"] == "exact"
-    assert reports[2]["reason"] == "prefix_not_resident"
+    assert reports[2]["reason"] == "edge_unknown"
