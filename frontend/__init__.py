@@ -19,13 +19,14 @@ every other backend the same program runs and sends none.
     state = review.run(doc=text, backend=AgentRuntimeEndpoint("http://localhost:30000"))
     print(state["critique"], state.reuse["critic"])
 
-A program that is one agent throughout says so with `s += agent("critic", system=...)`.
+A program that is one agent throughout says so with `s += agent("critic", system=...)`. `flow` draws who reads what.
 """
 
 from __future__ import annotations
 
 from kvcmas_sgl.frontend.endpoint import AgentRuntimeEndpoint
 from kvcmas_sgl.frontend.executor import AgentError
+from kvcmas_sgl.frontend.flows import Flow, Item, flow
 from kvcmas_sgl.frontend.language import agent, shared
 from kvcmas_sgl.frontend.marks import Agent, MarkedText, Prompt, Span
 from kvcmas_sgl.frontend.program import AgentState, extend_program_state, open_agent
@@ -35,10 +36,13 @@ __all__ = [
     "AgentError",
     "AgentRuntimeEndpoint",
     "AgentState",
+    "Flow",
+    "Item",
     "MarkedText",
     "Prompt",
     "Span",
     "agent",
+    "flow",
     "open_agent",
     "shared",
 ]
