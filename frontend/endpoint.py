@@ -16,6 +16,11 @@ class AgentRuntimeEndpoint(RuntimeEndpoint):
     them is in `state.get_meta_info(name)["kvcmas"]`.
     """
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        # The base class joins forks by a request that SGLang's server no longer has; as text, marks survive.
+        self.support_concate_and_append = False
+
     def cache_prefix(self, prefix_str: str) -> None:
         # The base class sends this prefix without the executor, hence past `_add_images`.
         data: dict[str, Any] = {"text": prefix_str, "sampling_params": {"max_new_tokens": 0}}
@@ -44,8 +49,10 @@ def kv_hints_of(text: str | list[str] | None) -> dict[str, Any] | list[dict[str,
     if not isinstance(text, Prompt) or text.agent is None:
         return None
     # At call time: the wire format belongs to the server's room, and only programs with agents need it.
-    from kvcmas_sgl.wire import agent_hint
+    from kvcmas_sgl.wire import MAX_SPANS, agent_hint
 
     agent = text.agent
     spans = [(span.start, span.end) for span in text.spans]
+    # Variables become spans without being asked for, so more than the wire allows is no error: the longest count.
+    spans = sorted(sorted(spans, key=lambda span: span[0] - span[1])[:MAX_SPANS])
     return agent_hint(agent.role, spans, unit="char", workflow=agent.workflow, reuse=agent.reuse)

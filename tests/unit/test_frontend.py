@@ -6,7 +6,7 @@ import copy
 import json
 import pickle
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -23,12 +23,13 @@ ANSWER = " Too salty 🧂."
 
 
 class Recorder(ThreadingHTTPServer):
-    """Answers /generate in SGLang's form, echoing its own tokens, and keeps every body it was sent."""
+    """Answers /generate in SGLang's form with `reply(body)`, None being an error, and keeps every body it was sent."""
 
     daemon_threads = True
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
+        self.reply: Callable[[dict[str, Any]], str | None] = lambda body: ANSWER
         self.bodies: list[dict[str, Any]] = []
         self.lock = threading.Lock()
 
@@ -54,31 +55,34 @@ class _Handler(BaseHTTPRequestHandler):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         with self.server.lock:
             self.server.bodies.append(body)
-        if body.get("stream"):
-            parts = [ANSWER[:4], ANSWER]
+        answer = self.server.reply(body)
+        if answer is None:
+            self._send(json.dumps({"error": {"message": "out of memory"}}), status=500)
+        elif body.get("stream"):
+            parts = [answer[:4], answer]
             chunks = [json.dumps({"text": part, "meta_info": self._meta(body)}) for part in parts]
             self._send("".join(f"data: {chunk}\n\n" for chunk in [*chunks, "[DONE]"]))
         elif isinstance(body.get("text"), list):
-            self._send(json.dumps([self._answer(body, text) for text in body["text"]]))
+            self._send(json.dumps([self._answer(body, text, answer) for text in body["text"]]))
         else:
-            self._send(json.dumps(self._answer(body, body["text"])))
+            self._send(json.dumps(self._answer(body, body["text"], answer)))
 
-    def _answer(self, body: dict[str, Any], text: str) -> dict[str, Any]:
+    def _answer(self, body: dict[str, Any], text: str, answer: str) -> dict[str, Any]:
         meta = self._meta(body)
         # The last choice is the likeliest: three tokens of log probability minus their length in characters.
         meta["input_token_logprobs"] = [[-1.0, 1, "x"], [-float(len(text)), 2, "y"], [-1.0, 3, "z"]]
         meta["output_token_logprobs"] = []
-        return {"text": ANSWER, "meta_info": meta}
+        return {"text": answer, "meta_info": meta}
 
     def _meta(self, body: dict[str, Any]) -> dict[str, Any]:
         hints = body.get("kv_hints")
         first = hints[0] if isinstance(hints, list) else hints
         role = first["actions"][0]["payload"]["role"] if first else None
-        return {"prompt_tokens": 10, "kvcmas": {"role": role}}
+        return {"prompt_tokens": 10, **({"kvcmas": {"role": role}} if role else {})}
 
-    def _send(self, text: str) -> None:
+    def _send(self, text: str, status: int = 200) -> None:
         data = text.encode()
-        self.send_response(200)
+        self.send_response(status)
         self.send_header("Content-Length", str(len(data)))
         self.end_headers()
         self.wfile.write(data)
@@ -340,5 +344,9 @@ def test_a_prompt_is_its_text_to_everyone_else(server, endpoint):
     for twin in (copy.deepcopy(text), pickle.loads(pickle.dumps(text)), text[:], str(text)):
         assert twin == text and twin.marks == text.marks
     assert text[: start + 3].spans == () and text[: start + 3].agent == text.agent
-    for part in (text[1:], text[::2], text[-3:], text.strip(), "x" + text, f"{text}!"):
+    for part in (text[::2], "x" + text, f"{text}!"):
         assert type(part) is str
+    for part in (text[1:], text[1:-1], text.lstrip("<")):
+        at = part.index(DOC)
+        assert not isinstance(part, Prompt) and part.marks == (Span(at, at + len(DOC)),)
+    assert text[start + 1 :].spans == () and text[-3:].marks == ()
