@@ -6,7 +6,7 @@ READY := $(VENV)/.ready
 REPORTS := reports
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lock demo test lint unit engine server bench-attention clean
+.PHONY: help setup lock demo examples test lint unit engine server bench-attention clean
 
 help: ## Show this help
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -23,10 +23,13 @@ $(READY): requirements/lock.txt pyproject.toml
 
 lock: ## Compile requirements/lock.txt from pyproject.toml
 	$(BIN)/uv pip compile --quiet --python-version 3.11 --no-header --no-annotate --no-emit-index-url \
-		--extra model --extra test pyproject.toml --output-file requirements/lock.txt
+		--extra examples --extra model --extra test pyproject.toml --output-file requirements/lock.txt
 
 demo: setup ## The main job on a real model and real text, beside stock SGLang (reports/demo.html)
 	$(BIN)/python -m kvcmas_sgl.demo --reports $(REPORTS)
+
+examples: setup ## Five multi-agent programs, LangGraph and AutoGen among them (reports/examples.json)
+	$(BIN)/python -m examples --reports $(REPORTS)
 
 test: setup lint unit engine server ## Everything that can be checked here
 
@@ -36,7 +39,8 @@ lint: setup ## ruff and mypy
 	# mypy wants the rooms under the package they are imported from.
 	rm -rf build/typing && mkdir -p build/typing/kvcmas_sgl
 	ln -s $(CURDIR)/kvcmas_sgl/* $(CURDIR)/radix_ext $(CURDIR)/triton_kernels $(CURDIR)/frontend build/typing/kvcmas_sgl/
-	cd build/typing && $(CURDIR)/$(BIN)/mypy --config-file $(CURDIR)/pyproject.toml kvcmas_sgl
+	ln -s $(CURDIR)/examples build/typing/
+	cd build/typing && $(CURDIR)/$(BIN)/mypy --config-file $(CURDIR)/pyproject.toml kvcmas_sgl examples
 
 unit: setup ## Tests of tensors, formats and tree rules
 	$(BIN)/pytest tests/unit tests/tree

@@ -15,6 +15,7 @@ _STREAMER = "sglang.srt.managers.scheduler_components.output_streamer.SchedulerO
 _ADDER = "sglang.srt.managers.schedule_policy.PrefillAdder"
 _RUNNER = "sglang.srt.model_executor.model_runner.ModelRunner"
 _TOKENIZER = "sglang.srt.managers.tokenizer_manager.TokenizerManager"
+_OPENAI = "sglang.srt.entrypoints.openai"
 
 
 class PluginError(RuntimeError):
@@ -33,7 +34,7 @@ def register(target: str, hook: Callable[..., Any], kind: HookType) -> None:
 
 def extend_server() -> None:
     """Register and apply what a server with kvcmas needs; idempotent."""
-    from kvcmas_sgl.seams import admission, forward, scheduler, tokenizer
+    from kvcmas_sgl.seams import admission, forward, openai, scheduler, tokenizer
 
     register(f"{_TOKENIZER}._validate_one_request", tokenizer.after_validate_one_request, HookType.AFTER)
     register(f"{_TOKENIZER}._wait_one_response", tokenizer.around_wait_one_response, HookType.AROUND)
@@ -48,6 +49,13 @@ def extend_server() -> None:
     register(f"{_ADDER}.add_one_req", admission.around_add_one_req, HookType.AROUND)
     register(f"{_ADDER}.add_chunked_req", admission.around_add_chunked_req, HookType.AROUND)
     register(f"{_RUNNER}.forward", forward.around_forward, HookType.AROUND)
+    chat = f"{_OPENAI}.serving_chat.OpenAIServingChat"
+    completion = f"{_OPENAI}.serving_completions.OpenAIServingCompletion"
+    register(f"{_OPENAI}.serving_base.OpenAIServingBase.handle_request", openai.around_handle_request, HookType.AROUND)
+    register(f"{_TOKENIZER}.generate_request", openai.around_generate_request, HookType.AROUND)
+    register(f"{chat}._convert_to_internal_request", openai.around_convert_chat, HookType.AROUND)
+    register(f"{chat}._render_and_encode_chat_template", openai.around_render, HookType.AROUND)
+    register(f"{completion}._convert_to_internal_request", openai.around_convert_completion, HookType.AROUND)
     HookRegistry.apply_hooks()
 
 
