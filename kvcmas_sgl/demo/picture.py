@@ -91,7 +91,8 @@ def _times(axes: Axes, rows: Sequence[Row], summary: Mapping[str, Any]) -> None:
 
 
 def _divergence(axes: Axes, rows: Sequence[Row], summary: Mapping[str, Any]) -> None:
-    axes.set_title("KL to the dense run (nats per token)", loc="left", fontweight="bold")
+    title = f"KL to the dense run (nats per token; budget {summary['max_kl_budget']:g})"
+    axes.set_title(title, loc="left", fontweight="bold")
     both = [row for row in rows if row.corrected and row.kl_rotate_only is not None]
     roles = [role for role in summary["per_role"] if any(row.role == role for row in both)]
     for shift, label, color, values in (
