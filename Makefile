@@ -6,7 +6,7 @@ READY := $(VENV)/.ready
 REPORTS := reports
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lock demo examples test lint unit engine server bench-attention clean
+.PHONY: help setup lock demo examples test lint unit engine server bench-attention bench-spans clean
 
 help: ## Show this help
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -53,6 +53,9 @@ server: setup ## Tests over HTTP, on one server
 
 bench-attention: setup ## CPU attention backend against torch_native (reports/cpu_attention.json)
 	$(BIN)/python benchmarks/cpu_attention.py
+
+bench-spans: setup ## Several spans a prompt, agents at once: throughput against stock SGLang (reports/spans.json)
+	$(BIN)/python -m benchmarks.spans --reports $(REPORTS)
 
 clean: ## Remove the virtual environment, reports and caches
 	rm -rf $(VENV) build $(REPORTS) .mypy_cache .ruff_cache .hypothesis *.egg-info

@@ -1,4 +1,4 @@
-"""`python -m kvcmas_sgl.demo`: several agents read several documents, on stock SGLang and on ours."""
+"""`python -m kvcmas_sgl.demo`: a pipeline of agents works through documents, on stock SGLang and on ours."""
 
 from __future__ import annotations
 
@@ -16,12 +16,16 @@ from typing import Any
 import requests
 from tqdm import tqdm
 
-from kvcmas_sgl.demo.client import Client, PromptMaker
-from kvcmas_sgl.demo.measure import Row, Settings, measure, summarize
+from kvcmas_sgl.config import add_flags
+from kvcmas_sgl.demo.client import Client
+from kvcmas_sgl.demo.measure import Measurement, Settings
 from kvcmas_sgl.demo.picture import draw
+from kvcmas_sgl.demo.prompts import PromptMaker
 from kvcmas_sgl.demo.report import summary_lines, table, write_html, write_json
 from kvcmas_sgl.demo.roles import Document, InputError, Role, load_documents, load_roles
+from kvcmas_sgl.demo.rows import Row
 from kvcmas_sgl.demo.servers import ServerError, ServerProcess, kvcmas_command, stock_command
+from kvcmas_sgl.demo.summary import summarize
 from kvcmas_sgl.prepare_model import ModelError, default_model
 
 # Both arms keep all readings of the largest document: four roles, twice, with room for their answers.
@@ -32,9 +36,10 @@ _QUICK_DOCUMENTS = 4
 def parser() -> argparse.ArgumentParser:
     shape = argparse.ArgumentParser(
         prog="python -m kvcmas_sgl.demo",
-        description="Several agents with different system prompts read documents one after another, each with a "
-        "question of its own. The same requests run on stock SGLang and on ours, taking turns. Prints a table and "
-        "writes demo.png, demo.html and demo.json.",
+        description="Agents with different system prompts work through documents one after another: each reads the "
+        "document and what the agents before it wrote, and answers a question of its own. The pipeline runs on our "
+        "server; the same prompts run on stock SGLang, taking turns. Prints a table and writes demo.png, demo.html "
+        "and demo.json.",
     )
     shape.add_argument("--model", help="model folder or hub name (default: SmolLM2-135M-Instruct, made on first use)")
     shape.add_argument(
@@ -48,6 +53,11 @@ def parser() -> argparse.ArgumentParser:
     shape.add_argument(
         "--answer-tokens", type=int, default=12,
         help="greedy tokens per answer, over which KL and top-1 agreement are taken (default: 12 tokens)",
+    )  # fmt: skip
+    shape.add_argument(
+        "--pass-tokens", type=int, default=80,
+        help="tokens of each answer that the next agents read; our server reuses none below its --kvcmas-min-span "
+        "(default: 80 tokens)",
     )  # fmt: skip
     shape.add_argument(
         "--kl-top", type=int, default=128,
@@ -91,6 +101,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _check(options: argparse.Namespace) -> None:
     for name, value, high in (
         ("--answer-tokens", options.answer_tokens, 1024),
+        ("--pass-tokens", options.pass_tokens, 1024),
         ("--kl-top", options.kl_top, 1024),
     ):
         if not 1 <= value <= high:
@@ -109,7 +120,7 @@ def _run(options: argparse.Namespace, documents: Sequence[Document], roles: Sequ
         ),
         ServerProcess("our server", kvcmas_command(options.model, ours_only), options.reports / "demo-ours.log"),
     )
-    settings = Settings(answer_tokens=options.answer_tokens, top_k=options.kl_top)
+    settings = Settings(options.answer_tokens, options.pass_tokens, options.kl_top)
     # ExitStack stops both whatever happens: a failed start, a failed request, Ctrl-C, SIGTERM.
     with ExitStack() as stack:
         for server in servers:
@@ -123,7 +134,7 @@ def _run(options: argparse.Namespace, documents: Sequence[Document], roles: Sequ
         stock, ours = (Client(server.url) for server in servers)
         rows = []
         try:
-            readings = measure(stock, ours, prompts, documents, roles, settings)
+            readings = Measurement(stock, ours, prompts, roles, settings).run(documents)
             for row in tqdm(readings, total=len(documents) * len(roles), unit="reading", file=sys.stderr):
                 rows.append(row)
         except requests.RequestException:
@@ -134,11 +145,12 @@ def _run(options: argparse.Namespace, documents: Sequence[Document], roles: Sequ
 
 
 def _report(options: argparse.Namespace, rows: Sequence[Row], roles: Sequence[Role], start: float) -> None:
-    summary = summarize(rows)
+    summary = summarize(rows, _max_kl(options.kvcmas_flags))
     settings: dict[str, Any] = {
         "model": options.model,
         "roles": [role.name for role in roles],
         "answer_tokens": options.answer_tokens,
+        "pass_tokens": options.pass_tokens,
         "kl_top": options.kl_top,
         "kl_reference": "stock SGLang's hit on its own dense prefill, teacher-forced along its greedy answer",
         "kl_noise": "the same prompt prefilled densely once more on stock SGLang, one reading in six",
@@ -155,6 +167,13 @@ def _report(options: argparse.Namespace, rows: Sequence[Row], roles: Sequence[Ro
     print()
     print("\n".join(summary_lines(summary)))
     print(f"{total:.0f} s in all; see {options.reports}/demo.html, demo.png and demo.json.")
+
+
+def _max_kl(kvcmas_flags: str) -> float:
+    """The quality budget that our server was started with, nats."""
+    flags = argparse.ArgumentParser()
+    add_flags(flags)
+    return float(flags.parse_known_args(shlex.split(kvcmas_flags))[0].kvcmas_max_kl)
 
 
 def _say(text: str) -> None:

@@ -1,4 +1,4 @@
-"""What the demo sends: prompts with a marked span, and two kinds of requests to SGLang's /generate."""
+"""One server's client: three kinds of requests to SGLang's /generate, one at a time."""
 
 from __future__ import annotations
 
@@ -10,58 +10,7 @@ from typing import Any
 
 import requests
 
-from kvcmas_sgl.demo.roles import InputError, Role
-
-# Stands for the document while the chat template is applied; never reaches a model.
-_PLACEHOLDER = "\u241fDOCUMENT\u241f"
 _TIMEOUT_S = 600
-
-
-@dataclass(frozen=True)
-class TokenPrompt:
-    """A role's prompt for one document, cut so that the document's tokens are the same for every role."""
-
-    ids: tuple[int, ...]
-    span: tuple[int, int]
-    """[start, end) of the document in `ids`."""
-
-
-class PromptMaker:
-    """Puts documents into the model's own chat template.
-
-    The parts before, of and after the document are tokenized apart: otherwise a token that straddles their border
-    would differ from role to role, and with it the span.
-    """
-
-    def __init__(self, model: str) -> None:
-        from transformers import AutoTokenizer
-
-        self._tokenizer = AutoTokenizer.from_pretrained(model)
-
-    def prompt(self, role: Role, document: str) -> TokenPrompt:
-        """The role's prompt: system message, then document and question as the user's message.
-
-        Raises:
-            InputError: the model's chat template does not take a system message, or changes the user's text.
-        """
-        messages = [
-            {"role": "system", "content": role.system},
-            {"role": "user", "content": f"{_PLACEHOLDER}\n\n{role.question}"},
-        ]
-        text = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        before, found, after = text.partition(_PLACEHOLDER)
-        if not found or role.system.split("\n", 1)[0] not in before:
-            raise InputError(
-                "--model has a chat template that puts the system message elsewhere than before the user's text."
-            )
-        head, span, tail = (self.tokens(part) for part in (before, document, after))
-        return TokenPrompt((*head, *span, *tail), (len(head), len(head) + len(span)))
-
-    def tokens(self, text: str) -> list[int]:
-        return list(self._tokenizer.encode(text, add_special_tokens=False))
-
-    def text(self, ids: Sequence[int]) -> str:
-        return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
 
 
 @dataclass(frozen=True)
@@ -99,14 +48,18 @@ class Client:
         self._url = url + "/generate"
         self._session = requests.Session()
 
-    def answer(self, ids: Sequence[int], max_tokens: int, **options: Any) -> Answer:
-        """Stream a greedy answer of up to `max_tokens` tokens; `options` are further fields of the request."""
-        body = {
-            "input_ids": list(ids),
-            "sampling_params": {"max_new_tokens": max_tokens, "temperature": 0},
-            "stream": True,
-            **options,
-        }
+    def answer(self, ids: Sequence[int], max_tokens: int, without: Sequence[int] = (), **options: Any) -> Answer:
+        """Stream a greedy answer.
+
+        Args:
+            max_tokens: its length; it is shorter where the model ends it.
+            without: tokens that must not occur; where some are given, the model's end does not count either.
+            options: further fields of the request.
+        """
+        sampling: dict[str, Any] = {"max_new_tokens": max_tokens, "temperature": 0}
+        if without:
+            sampling |= {"ignore_eos": True, "logit_bias": {str(token): -1e4 for token in without}}
+        body = {"input_ids": list(ids), "sampling_params": sampling, "stream": True, **options}
         data = json.dumps(body)
         start = time.perf_counter()
         ttft = None
@@ -125,6 +78,14 @@ class Client:
         if ttft is None:
             raise RuntimeError(f"{self._url} streamed no token; its last event was {last}")
         return Answer(tuple(last["output_ids"]), ttft, last["meta_info"])
+
+    def prefill(self, ids: Sequence[int], **options: Any) -> Mapping[str, Any]:
+        """Make the KV of `ids` resident and generate nothing; returns `meta_info`."""
+        body = {"input_ids": list(ids), "sampling_params": {"max_new_tokens": 0, "temperature": 0}, **options}
+        response = self._session.post(self._url, json=body, timeout=_TIMEOUT_S)
+        _require_ok(response)
+        meta: Mapping[str, Any] = response.json()["meta_info"]
+        return meta
 
     def scores(
         self, ids: Sequence[int], answer: Sequence[int], top: int, asked: Sequence[int] = (), **options: Any

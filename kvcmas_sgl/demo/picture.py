@@ -14,7 +14,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 
-from kvcmas_sgl.demo.measure import Row
+from kvcmas_sgl.demo.rows import Row
 
 # Colour-blind safe (Okabe-Ito): stock and dense, ours and corrected, rotate-only, exact hits.
 _STOCK, _OURS, _ROTATE, _EXACT = "#7f8794", "#009e73", "#d55e00", "#56b4e9"
@@ -58,42 +58,41 @@ def _tokens(axes: Axes, rows: Sequence[Row]) -> None:
 
 
 def _times(axes: Axes, rows: Sequence[Row], summary: Mapping[str, Any]) -> None:
-    spans = sorted({row.span_tokens for row in rows})
     axes.set_title("Time to first token (s)", loc="left", fontweight="bold")
     reused = [row for row in rows if row.corrected]
     for label, color, marker, points in (
-        ("stock SGLang", _STOCK, "o", [(row.span_tokens, row.ttft_stock_s) for row in rows]),
-        ("ours, document reused", _OURS, "D", [(row.span_tokens, row.ttft_ours_s) for row in reused]),
+        ("stock SGLang", _STOCK, "o", [(row.shared_tokens, row.ttft_stock_s) for row in rows]),
+        ("ours, shared text reused", _OURS, "D", [(row.shared_tokens, row.ttft_ours_s) for row in reused]),
     ):
-        if not points:
-            continue
-        x, y = zip(*points, strict=True)
-        axes.scatter(x, y, color=color, marker=marker, s=26, alpha=0.65, linewidths=0, label=label)
-        medians = [statistics.median(time for at, time in points if at == span) for span in sorted(set(x))]
-        axes.plot(sorted(set(x)), medians, color=color, linewidth=1.6)
-    labelled = 0.0
-    for span in spans:
-        ratios = [row.ttft_ratio for row in reused if row.span_tokens == span]
-        # Documents of almost one length: a label on each would be unreadable.
-        if not ratios or span - labelled < 0.06 * spans[-1]:
-            continue
-        labelled = span
-        slowest = max(row.ttft_stock_s for row in rows if row.span_tokens == span)
-        label = f"{statistics.median(ratios):.1f}x"
-        axes.annotate(label, (span, slowest), xytext=(0, 7), textcoords="offset points", ha="center", fontsize=9)
-    axes.set_ylim(0, max(row.ttft_stock_s for row in rows) * 1.18)
+        if points:
+            x, y = zip(*points, strict=True)
+            axes.scatter(x, y, color=color, marker=marker, s=30, alpha=0.75, linewidths=0, label=label)
+    # One label a document: its readings differ by the answers only, and stand close together.
+    for document in dict.fromkeys(row.document for row in reused):
+        group = [row for row in reused if row.document == document]
+        place = statistics.fmean(row.shared_tokens for row in group)
+        label = f"{statistics.median(row.ttft_ratio for row in group):.1f}x"
+        top = max(row.ttft_stock_s for row in group)
+        axes.annotate(label, (place, top), xytext=(0, 7), textcoords="offset points", ha="center", fontsize=9)
+    axes.set_ylim(0, max(row.ttft_stock_s for row in rows) * 1.25)
     axes.set_xlim(left=0)
-    axes.set_xlabel("tokens in the shared document")
+    axes.set_xlabel("shared tokens in the prompt (document and answers)")
+    last = summary["ttft_ratio_last_agent_3000plus"]
     median = summary["ttft_ratio_median_2000plus"]
-    if median is not None:
-        text = f"{median:.1f} times faster\nat 2,000 tokens and more (median)"
-        axes.text(0.98, 0.2, text, transform=axes.transAxes, ha="right", color=_OURS, fontsize=11)
+    if last is not None:
+        text = f"{last:.1f} times faster: last agent\nat 3,000 shared tokens and more (median)"
+    elif median is not None:
+        text = f"{median:.1f} times faster\nat 2,000 shared tokens and more (median)"
+    else:
+        text = ""
+    axes.text(0.03, 0.72, text, transform=axes.transAxes, color=_OURS, fontsize=11)
     axes.legend(loc="upper left", frameon=False, fontsize=9)
     _clean(axes)
 
 
 def _divergence(axes: Axes, rows: Sequence[Row], summary: Mapping[str, Any]) -> None:
-    axes.set_title("KL to the dense run (nats per token)", loc="left", fontweight="bold")
+    title = f"KL to the dense run (nats per token; budget {summary['max_kl_budget']:g})"
+    axes.set_title(title, loc="left", fontweight="bold")
     both = [row for row in rows if row.corrected and row.kl_rotate_only is not None]
     roles = [role for role in summary["per_role"] if any(row.role == role for row in both)]
     for shift, label, color, values in (

@@ -9,13 +9,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from kvcmas_sgl.demo.measure import Row, rows_as_json
+from kvcmas_sgl.demo.rows import Row, rows_as_json
 
 _COLUMNS = (
-    "document", "role", "span", "exact", "corrected", "computed", "TTFT stock", "TTFT ours", "ratio",
-    "KL", "KL rotate", "noise", "top-1", "reason",
+    "document", "role", "spans", "shared", "exact", "corrected", "computed", "TTFT stock", "TTFT ours", "ratio",
+    "KL", "KL rotate", "noise", "top-1", "what happened to each span",
 )  # fmt: skip
-_UNITS = ("", "", "tokens", "tokens", "tokens", "tokens", "s", "s", "x", "nats", "nats", "nats", "", "")
+_UNITS = ("", "", "", "tokens", "tokens", "tokens", "tokens", "s", "s", "x", "nats", "nats", "nats", "", "")
 _TEXT_COLUMNS = (0, 1, len(_COLUMNS) - 1)
 
 
@@ -42,12 +42,24 @@ def table(rows: Sequence[Row]) -> str:
 def summary_lines(summary: Mapping[str, Any]) -> list[str]:
     """The summary in sentences; those that no row can support are left out."""
     lines = [
-        f"{summary['rows_corrected']} of {summary['rows']} readings reused the document: "
-        f"{summary['corrected_tokens_unseen']:,} tokens were corrected that their role had never read."
+        f"{summary['rows_corrected']} of {summary['rows']} readings reused what others hold: "
+        f"{summary['spans_reused']} of {summary['spans_marked']} spans, and "
+        f"{summary['corrected_tokens_unseen']:,} corrected tokens that their role had never read."
     ]
+    if summary["ttft_ratio_last_agent_3000plus"] is not None:
+        lines.append(
+            f"Time to first token of the last agent at 3,000 shared tokens and more: "
+            f"{summary['ttft_ratio_last_agent_3000plus']:.1f} times faster than stock SGLang "
+            f"(median of {summary['ttft_rows_last_agent_3000plus']} readings)."
+        )
+    if summary["kl_last_agent_mean"] is not None:
+        lines.append(
+            f"KL of the last agent to the dense run: {summary['kl_last_agent_mean']:.4f} nats per token, "
+            f"budget {summary['max_kl_budget']:g}."
+        )
     if summary["ttft_ratio_median_2000plus"] is not None:
         lines.append(
-            f"Time to first token at spans of 2,000 tokens and more: {summary['ttft_ratio_median_2000plus']:.1f} times "
+            f"Time to first token at 2,000 shared tokens and more: {summary['ttft_ratio_median_2000plus']:.1f} times "
             f"faster than stock SGLang (median of {summary['ttft_rows_2000plus']} readings)."
         )
     if summary["kl_mean"] is not None:
@@ -95,7 +107,7 @@ def write_html(
     body = "".join(_table_row(rows, number) for number in range(len(rows)))
     answers = "".join(
         f"<tr><td>{html.escape(row.document)}</td><td>{html.escape(row.role)}</td>"
-        f"<td>{html.escape(row.answer)}</td></tr>"
+        f"<td>{html.escape(row.answer)}</td><td>{html.escape(row.passed_on)}</td></tr>"
         for row in rows
         if row.corrected
     )
@@ -110,7 +122,8 @@ def _cells(row: Row) -> tuple[str, ...]:
     return (
         row.document,
         row.role,
-        str(row.span_tokens),
+        str(row.marked_spans),
+        str(row.shared_tokens),
         str(row.exact),
         str(row.corrected),
         str(row.computed),
@@ -121,7 +134,7 @@ def _cells(row: Row) -> tuple[str, ...]:
         "-" if row.kl_rotate_only is None else f"{row.kl_rotate_only:.4f}",
         "-" if row.kl_noise is None else f"{row.kl_noise:.4f}",
         "-" if row.agreement is None else f"{row.agreement:.0%}",
-        row.reason,
+        row.reasons,
     )
 
 
@@ -155,15 +168,16 @@ small {{ color: #667085; font-weight: normal; }}
 <img alt="How each prompt token got its KV, time to first token, and KL to the dense run"
  src="data:image/png;base64,{image}">
 <h2>Every reading, in order</h2>
-<p>Each role reads each document once, on stock SGLang and on ours. Shaded: the document was reused, corrected
-into the role's own context. KL compares the next-token distributions along stock's greedy answer with those of
-stock's own dense run; <em>noise</em> is the same comparison between two dense runs, <em>rotate</em> is reuse without
-correction. KL is summed over the likeliest tokens one by one and over the rest as a whole: a lower bound, exact but
-for that rest.</p>
+<p>Each role reads each document once, and what the roles before it wrote about it. The pipeline runs on our server;
+stock SGLang gets exactly the same prompts. Shaded: shared text was reused, corrected into the role's own context; the
+last column names each text's fate in the order of the prompt, the document first. KL compares the next-token
+distributions along stock's greedy answer with those of stock's own dense run; <em>noise</em> is the same comparison
+between two dense runs, <em>rotate</em> is reuse without correction. KL is summed over the likeliest tokens one by one
+and over the rest as a whole: a lower bound, exact but for that rest.</p>
 <div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>
 <h2>What the roles answered</h2>
 <div class="scroll"><table class="answers"><thead><tr><th>document</th><th>role</th><th>stock SGLang's answer, along
-which both are compared</th></tr></thead><tbody>{answers}</tbody></table></div>
+which both are compared</th><th>what the next roles read</th></tr></thead><tbody>{answers}</tbody></table></div>
 <h2>Settings</h2><ul>{settings}</ul>
 </body></html>
 """
