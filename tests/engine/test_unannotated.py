@@ -17,8 +17,8 @@ N = 400
 
 
 @pytest.fixture(scope="module")
-def auto(engine: Any) -> Iterator[Any]:
-    """A second engine, with automatic mode; after the first one, since settings travel in the environment."""
+def auto(stock_answers: list[list[int]]) -> Iterator[Any]:
+    """Another engine, with automatic mode. This module comes last: SGLang's shutdown ends every child of the process."""
     import sglang as sgl
 
     settings = kvcmas_sgl.engine_args(auto=True, max_kl=0.05)
