@@ -18,7 +18,7 @@ N = 400
 
 @pytest.fixture(scope="module")
 def auto(stock_answers: list[list[int]]) -> Iterator[Any]:
-    """Another engine, with automatic mode. This module comes last: SGLang's shutdown ends every child of the process."""
+    """Another engine, with automatic mode. This module comes last: SGLang's shutdown ends all children of a process."""
     import sglang as sgl
 
     settings = kvcmas_sgl.engine_args(auto=True, max_kl=0.05)
