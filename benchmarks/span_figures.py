@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -54,6 +54,26 @@ class Single:
     stock: RequestResult
     several: RequestResult
     one: RequestResult
+
+
+@dataclass(frozen=True)
+class TokenCounts:
+    """How the tokens of one prompt got their KV."""
+
+    exact: int
+    corrected: int
+    computed: int
+
+
+def count_tokens(passes: Sequence[Mapping[str, Any]], prompt_tokens: int) -> TokenCounts:
+    """The counts of a prompt that was sent in several passes, from our server's report on each of them.
+
+    What one pass computes or corrects is a hit for the next. So exact is what the first pass found, computed is the
+    work of all passes, and the rest was corrected.
+    """
+    exact = int(passes[0]["exact_tokens"])
+    computed = sum(int(done["computed_tokens"]) for done in passes)
+    return TokenCounts(exact, prompt_tokens - exact - computed, computed)
 
 
 def summarize(rounds: Sequence[Round], singles: Sequence[Single]) -> dict[str, Any]:

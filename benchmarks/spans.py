@@ -25,7 +25,19 @@ from typing import Any
 
 from tqdm import tqdm
 
-from benchmarks.span_figures import ARMS, OURS, STAGED, STOCK, RequestResult, Round, Single, draw, summarize, table
+from benchmarks.span_figures import (
+    ARMS,
+    OURS,
+    STAGED,
+    STOCK,
+    RequestResult,
+    Round,
+    Single,
+    count_tokens,
+    draw,
+    summarize,
+    table,
+)
 from benchmarks.span_workload import (
     Agent,
     Request,
@@ -46,7 +58,7 @@ from kvcmas_sgl.wire import Policy, agent_hint
 
 # Room for a round's readings, those of the holders, and what the agents learned from.
 _SERVER_FLAGS = ("--max-total-tokens", "64000")
-_QUICK = {"agents": 3, "span_tokens": 128, "train_documents": 6, "rounds": 1, "singles": 1}
+_QUICK = {"agents": 3, "span_tokens": 256, "train_documents": 6, "rounds": 1, "singles": 1}
 
 
 class Bench:
@@ -147,19 +159,18 @@ class Bench:
         answer = client.answer(prompt.ids, self._options.new_tokens, self._without, **_hint(agent, prompt))
         seconds = time.perf_counter() - begin
         report = agent_report(answer.meta)
-        # Each stage decides on its last span; what it computed itself is a hit for the request, but was work.
+        # Each stage decides on its last span.
         reasons = [span_rows(done, stage)[-1].reason for done, stage in zip(passes, before, strict=True)]
         reasons += [span.reason for span in span_rows(report, prompt)[len(reasons) :]]
-        computed = report["computed_tokens"] + sum(done["computed_tokens"] for done in passes)
-        exact = report["exact_tokens"]
+        counts = count_tokens([*passes, report], len(prompt.ids))
         return RequestResult(
             agent=agent.name,
             seconds=seconds,
             ttft_s=staging + answer.ttft_s,
             staging_s=staging,
-            exact=exact,
-            corrected=len(prompt.ids) - exact - computed,
-            computed=computed,
+            exact=counts.exact,
+            corrected=counts.corrected,
+            computed=counts.computed,
             reasons=tuple(reasons),
         )
 

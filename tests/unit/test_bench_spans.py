@@ -4,7 +4,18 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.span_figures import OURS, STAGED, STOCK, RequestResult, Round, Single, draw, summarize, table
+from benchmarks.span_figures import (
+    OURS,
+    STAGED,
+    STOCK,
+    RequestResult,
+    Round,
+    Single,
+    count_tokens,
+    draw,
+    summarize,
+    table,
+)
 from benchmarks.span_workload import Agent, Shape, TextSupply, make_agents, plan_round, plan_single, stages
 from kvcmas_sgl.demo.prompts import PromptMaker, TokenPrompt
 from kvcmas_sgl.prepare_model import default_model
@@ -116,6 +127,20 @@ def test_figures_are_medians_of_ratios_inside_a_round(tmp_path):
     assert "8.00x" in table(summary) and "25.0%" in table(summary)
     draw(rounds, summary, tmp_path / "spans.png")
     assert (tmp_path / "spans.png").stat().st_size > 1000
+
+
+def _report(exact: int, corrected: int, computed: int) -> dict[str, int]:
+    return {"exact_tokens": exact, "corrected_tokens": corrected, "computed_tokens": computed}
+
+
+def test_tokens_of_a_staged_prompt_are_counted_once():
+    # Head 30, spans of 100, glue 10 twice, tail 20: the first span is corrected, the second computed, the third
+    # corrected. What the passes did before is a hit of each later one.
+    passes = [_report(30, 100, 10), _report(30, 110, 110), _report(30, 320, 20)]
+    counts = count_tokens(passes, 370)
+    assert (counts.exact, counts.corrected, counts.computed) == (30, 200, 140)
+    single = count_tokens([_report(30, 300, 40)], 370)
+    assert (single.exact, single.corrected, single.computed) == (30, 300, 40)
 
 
 def test_nothing_measured_gives_no_figures_instead_of_wrong_ones():
