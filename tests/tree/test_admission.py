@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from kvcmas_sgl.seams.admission import around_add_chunked_req, around_add_one_req
 from sglang.srt.managers.schedule_policy import PrefillAdder
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from sglang.srt.mem_cache.common import match_kv_cache
 
+from kvcmas_sgl.seams.admission import around_add_chunked_req, around_add_one_req
 from tests.tree.harness import CRITIC, PLANNER, Tree, document, learned
 
 N, HEAD, QUESTION = 48, len(CRITIC.prefix), 2
