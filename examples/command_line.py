@@ -29,7 +29,7 @@ class Options:
     model: str = "default"
     max_tokens: int = 32
     rounds: int = 5
-    pause_s: float = 2.0
+    pause_s: float = 4.0
 
 
 Program = Callable[[str, Options], list[Turn]]
