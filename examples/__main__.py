@@ -10,7 +10,7 @@ import json
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +43,7 @@ class Result:
     program: str
     turns: Sequence[Turn]
     seconds: float
-    tokens: Mapping[str, Mapping[str, int]]
+    tokens: Mapping[str, Mapping[str, Any]]
 
     @property
     def answers(self) -> list[list[str]]:
@@ -54,7 +54,7 @@ class Result:
             "arm": self.arm,
             "program": self.program,
             "seconds": round(self.seconds, 2),
-            "tokens": self.tokens,
+            "agents": self.tokens,
             "answers": self.answers,
         }
 
@@ -63,8 +63,14 @@ def parser() -> argparse.ArgumentParser:
     shape = argparse.ArgumentParser(prog="python -m examples", description=__doc__)
     shape.add_argument("--model", help="model folder or hub name (default: SmolLM2-135M-Instruct)")
     shape.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS), help="servers to run (default: all)")
-    shape.add_argument("--max-tokens", type=int, default=16, help="tokens per answer at most (default: 16)")
+    names = list(HINTED | FRAMEWORKS)
+    shape.add_argument("--programs", nargs="+", choices=names, help="programs to run (default: all)")
+    shape.add_argument("--max-tokens", type=int, default=12, help="tokens per answer at most (default: 12)")
     shape.add_argument("--rounds", type=int, default=5, help="documents for each program (default: 5)")
+    shape.add_argument(
+        "--pause", type=float, default=Options.pause_s,
+        help="seconds between documents, in which the server learns (default: %(default)s)",
+    )  # fmt: skip
     shape.add_argument("--reports", type=Path, default=Path("reports"), metavar="DIR", help="output (default: reports)")
     return shape
 
@@ -80,7 +86,7 @@ def run_program(server: ServerProcess, arm: str, name: str, program: Program, op
     reports: list[Mapping[str, Any]] = seen or [turn.report for turn in turns if turn.report is not None]
     result = Result(arm, name, turns, seconds, tokens_by_role(reports))
     print(f"\n{arm} server, {name}: {len(turns)} answers in {seconds:.1f} s")
-    print(token_table(result.tokens) if result.tokens else "no agent requests: all prompts were answered as by stock")
+    print(token_table(result.tokens) if result.tokens else "no reports: plain requests", flush=True)
     return result
 
 
@@ -138,7 +144,7 @@ def main() -> None:
     """Run the arms one after another, print tables, and write `examples.json` and `examples.txt`."""
     given = parser().parse_args()
     model = given.model or str(default_model())
-    options = Options(max_tokens=given.max_tokens, rounds=given.rounds)
+    options = Options(max_tokens=given.max_tokens, rounds=given.rounds, pause_s=given.pause)
     given.reports.mkdir(parents=True, exist_ok=True)
     commands = {
         "stock": stock_command(model),
@@ -151,7 +157,12 @@ def main() -> None:
         programs = FRAMEWORKS if arm == "stock" else HINTED | FRAMEWORKS
         with ServerProcess(arm, commands[arm], given.reports / f"examples-{arm}.log") as server:
             server.wait_ready()
-            results += [run_program(server, arm, name, program, options) for name, program in programs.items()]
+            for name in given.programs or programs:
+                if name in programs:
+                    # Plain requests teach the server nothing: no need to wait for it.
+                    plain = arm == "stock" or (arm == "plain" and name in FRAMEWORKS)
+                    given_time = replace(options, pause_s=0) if plain else options
+                    results.append(run_program(server, arm, name, programs[name], given_time))
     found = findings(results)
     wrong = problems(found)
     content = {**found, "problems": wrong, "runs": [result.as_json() for result in results]}

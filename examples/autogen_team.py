@@ -53,6 +53,7 @@ async def work(base_url: str, options: Options) -> list[Turn]:
             for message in result.messages
             if isinstance(message, TextMessage) and message.source in AGENTS
         ]
+        await asyncio.sleep(options.pause_s)
     await client.close()
     return turns
 

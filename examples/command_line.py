@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -19,11 +20,16 @@ class Turn:
 
 @dataclass(frozen=True)
 class Options:
-    """What every program takes: the model's name, tokens per answer at most, and documents or topics to work on."""
+    """What every program takes.
+
+    ``max_tokens`` limits each answer, ``rounds`` is the number of documents or topics, and ``pause_s`` the seconds
+    between two of them: the server learns while it has nothing to do.
+    """
 
     model: str = "default"
     max_tokens: int = 32
     rounds: int = 5
+    pause_s: float = 4.0
 
 
 Program = Callable[[str, Options], list[Turn]]
@@ -40,8 +46,11 @@ def run(program: Program, description: str) -> None:
     shape.add_argument(
         "--rounds", type=int, default=Options.rounds, help="documents or topics to work on (default: %(default)s)"
     )
+    shape.add_argument(
+        "--pause", type=float, default=Options.pause_s, help="seconds between documents (default: %(default)s)"
+    )
     given = shape.parse_args()
-    turns = program(given.url, Options(given.model, given.max_tokens, given.rounds))
+    turns = program(given.url, Options(given.model, given.max_tokens, given.rounds, given.pause))
     for turn in turns:
         print(f"{turn.agent}: {' '.join(turn.answer.split())}")
     reports = [turn.report for turn in turns if turn.report is not None]
@@ -49,22 +58,26 @@ def run(program: Program, description: str) -> None:
         print(token_table(tokens_by_role(reports)))
 
 
-def tokens_by_role(reports: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, int]]:
-    """Requests, and exact, corrected and computed prompt tokens, summed over each role's reports."""
-    sums: dict[str, dict[str, int]] = {}
+def tokens_by_role(reports: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    """For each role: requests, exact, corrected and computed prompt tokens, and how often which reason was given."""
+    sums: dict[str, dict[str, Any]] = {}
     for report in reports:
-        row = sums.setdefault(report["role"], {"requests": 0, "exact": 0, "corrected": 0, "computed": 0})
+        row = sums.setdefault(
+            report["role"], {"requests": 0, "exact": 0, "corrected": 0, "computed": 0, "reasons": Counter()}
+        )
         row["requests"] += 1
+        row["reasons"][report["reason"]] += 1
         for kind in ("exact", "corrected", "computed"):
             row[kind] += report[f"{kind}_tokens"]
     return sums
 
 
-def token_table(sums: Mapping[str, Mapping[str, int]]) -> str:
-    """One line for each agent: requests, and its prompt tokens by where their KV came from."""
+def token_table(sums: Mapping[str, Mapping[str, Any]]) -> str:
+    """One line for each agent: requests, its prompt tokens by where their KV came from, and the server's reasons."""
     columns = ("requests", "exact", "corrected", "computed")
     width = max(len(role) for role in (*sums, "agent"))
-    lines = ["agent".ljust(width) + "".join(column.rjust(11) for column in columns)]
+    lines = ["agent".ljust(width) + "".join(column.rjust(11) for column in columns) + "  reasons"]
     for role, row in sums.items():
-        lines.append(role.ljust(width) + "".join(f"{row[column]:,}".rjust(11) for column in columns))
+        reasons = ", ".join(f"{reason} {count}" for reason, count in row["reasons"].items())
+        lines.append(role.ljust(width) + "".join(f"{row[column]:,}".rjust(11) for column in columns) + f"  {reasons}")
     return "\n".join(lines)

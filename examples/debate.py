@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import openai
@@ -47,6 +48,7 @@ def main(base_url: str, options: Options) -> list[Turn]:
             shared.append(f"The {side} said: {answer}")
         answer, report = speak(client, options, "judge", JUDGE, shared, "Who wins this debate?")
         turns.append(Turn("judge", answer, report))
+        time.sleep(options.pause_s)
     return turns
 
 

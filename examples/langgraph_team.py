@@ -5,6 +5,7 @@ Nothing here knows kvcmas_sgl; only the URL points at the server.
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 from langchain_core.messages import AIMessage, HumanMessage, SystemMessage
@@ -54,6 +55,7 @@ def main(base_url: str, options: Options) -> list[Turn]:
     for sheet in sheets(options.rounds):
         result = team.invoke({"messages": [HumanMessage(f"{sheet}\n\nSolve the first problem of this sheet.")]})
         turns += [Turn(message.name, str(message.content)) for message in result["messages"][1:]]
+        time.sleep(options.pause_s)
     return turns
 
 

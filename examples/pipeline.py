@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import sglang as sgl
@@ -28,7 +29,8 @@ def step(s: Any, role: str, sheet: str, notes: str, max_tokens: int) -> None:
 
 def main(base_url: str, options: Options) -> list[Turn]:
     """Run the pipeline on one sheet after another; the endpoint serves its own model, whatever `options.model` says."""
-    backend = AgentRuntimeEndpoint(base_url)
+    # SGLang's language guesses a template by the model's name, and does not know SmolLM2's.
+    backend = AgentRuntimeEndpoint(base_url, chat_template_name="chatml")
     turns = []
     for sheet in sheets(options.rounds):
         notes = ""
@@ -36,6 +38,7 @@ def main(base_url: str, options: Options) -> list[Turn]:
             state = step.run(role=role, sheet=sheet, notes=notes, max_tokens=options.max_tokens, backend=backend)
             turns.append(Turn(role, state["answer"], state.get_meta_info("answer").get("kvcmas")))
             notes += f"The {role} said: {state['answer']}\n\n"
+        time.sleep(options.pause_s)
     return turns
 
 

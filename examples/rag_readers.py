@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import openai
@@ -47,6 +48,7 @@ def main(base_url: str, options: Options) -> list[Turn]:
                 extra_body={"kvcmas": {"role": role, "spans": [span]}},
             )
             turns.append(Turn(role, chat.choices[0].message.content or "", getattr(chat, "kvcmas", None)))
+        time.sleep(options.pause_s)
     return turns
 
 

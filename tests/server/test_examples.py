@@ -8,7 +8,7 @@ from examples import autogen_team, debate, langgraph_team, pipeline, rag_readers
 from examples.command_line import Options, Program
 from kvcmas_sgl.demo.servers import ServerProcess
 
-OPTIONS = Options(max_tokens=4, rounds=1)
+OPTIONS = Options(max_tokens=8, rounds=1, pause_s=0)
 
 
 @pytest.mark.parametrize(

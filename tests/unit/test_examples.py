@@ -42,11 +42,15 @@ def test_what_is_wrong_is_said(run: Result, words: str) -> None:
 
 def test_tokens_are_summed_by_role() -> None:
     def report(role: str, exact: int, corrected: int, computed: int) -> dict[str, Any]:
-        return {"role": role, "exact_tokens": exact, "corrected_tokens": corrected, "computed_tokens": computed}
+        reason = "reused" if corrected else "edge_unknown"
+        counts = {"exact_tokens": exact, "corrected_tokens": corrected, "computed_tokens": computed}
+        return {"role": role, "reason": reason, **counts}
 
     sums = tokens_by_role([report("a", 1, 0, 1000), report("b", 5, 600, 7), report("a", 2, 500, 30)])
-    assert sums["a"] == {"requests": 2, "exact": 3, "corrected": 500, "computed": 1030}
-    assert token_table(sums).splitlines()[1].split() == ["a", "2", "3", "500", "1,030"]
+    reasons = {"edge_unknown": 1, "reused": 1}
+    assert sums["a"] == {"requests": 2, "exact": 3, "corrected": 500, "computed": 1030, "reasons": reasons}
+    line = token_table(sums).splitlines()[1].split()
+    assert line == ["a", "2", "3", "500", "1,030", "edge_unknown", "1,", "reused", "1"]
 
 
 def test_sheets_do_not_share_problems() -> None:
