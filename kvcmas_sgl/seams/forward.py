@@ -18,6 +18,14 @@ import torch
 from kvcmas_sgl.radix_ext.cache import DeltaRadixCache
 from kvcmas_sgl.radix_ext.placement import Pass
 
+# What `LogitsProcessorOutput` holds one list for each row of. Its input_token_logprobs are flat: only last rows have any.
+_PER_ROW = (
+    "input_top_logprobs_val",
+    "input_top_logprobs_idx",
+    "input_token_ids_logprobs_val",
+    "input_token_ids_logprobs_idx",
+)
+
 
 @dataclass(frozen=True)
 class Row:
@@ -39,9 +47,7 @@ def around_forward(original: Callable[..., Any], runner: Any, forward_batch: Any
     starts, lengths = forward_batch.extend_prefix_lens_cpu, forward_batch.extend_seq_lens_cpu
     rows = fresh_rows(starts, lengths, placed)
     output = original(runner, fold(forward_batch, rows, runner.kv_index_translator), *args, **kwargs)
-    last = torch.tensor([i for i, row in enumerate(rows) if row is rows[-1] or rows[i + 1].request != row.request])
-    logits = output.logits_output
-    logits.next_token_logits = logits.next_token_logits[last.to(logits.next_token_logits.device)]
+    unfold(output.logits_output, rows)
     return output
 
 
@@ -119,7 +125,7 @@ def fold(batch: Any, rows: Sequence[Row], translator: Any) -> Any:
         values = getattr(batch, name)
         if values is not None:
             setattr(folded, name, [values[i] for i in owner])
-    last = [i + 1 == len(rows) or rows[i + 1].request != row.request for i, row in enumerate(rows)]
+    last = _last_rows(rows)
     for name, nothing in (("top_logprobs_nums", 0), ("token_ids_logprobs", None)):
         values = getattr(batch, name)
         if values is not None:
@@ -130,6 +136,21 @@ def fold(batch: Any, rows: Sequence[Row], translator: Any) -> Any:
         folded.global_num_token_non_padded_cpu = len(kept)
     translator.own_plan(folded).bind(folded, translator)
     return folded
+
+
+def unfold(logits: Any, rows: Sequence[Row]) -> None:
+    """Leave, of the outputs of every row, those of each request's last one; in place."""
+    last = [i for i, is_last in enumerate(_last_rows(rows)) if is_last]
+    logits.next_token_logits = logits.next_token_logits[torch.tensor(last).to(logits.next_token_logits.device)]
+    for name in _PER_ROW:
+        values = getattr(logits, name)
+        if values is not None:
+            setattr(logits, name, [values[i] for i in last])
+
+
+def _last_rows(rows: Sequence[Row]) -> list[bool]:
+    """Whether each row is its request's last one."""
+    return [i + 1 == len(rows) or rows[i + 1].request != row.request for i, row in enumerate(rows)]
 
 
 def _logprob_starts(batch: Any, rows: Sequence[Row]) -> list[int] | None:

@@ -124,16 +124,38 @@ def test_eight_requests_at_once_over_the_same_texts(engine: Any) -> None:
     assert settle(engine)["fallbacks"] == 0
 
 
-def test_output_logprobs_and_input_logprobs_with_reuse(engine: Any) -> None:
+def test_logprobs_of_outputs_and_inputs_beside_reuse(engine: Any) -> None:
     learn(engine, PLANNER, CRITIC)
     ask(engine, *PLANNER.several(pair(8)))
     prompt, hint = CRITIC.several(pair(8))
-    out = ask(engine, prompt, hint, tokens=2, return_logprob=True, logprob_start_len=len(prompt) - 4)
-    info = out["meta_info"]
-    assert len(info["input_token_logprobs"]) == 4 and len(info["output_token_logprobs"]) == 2
-    assert [token for _, token, *_ in info["input_token_logprobs"]] == prompt[-4:]
-    assert info["kvcmas"]["corrected_tokens"] == 2 * N
-    # Logprobs of a token inside a span: from there on all of it is computed.
-    ask(engine, *JUDGE.several(pair(8)))
-    out = ask(engine, prompt[:-3], hint, return_logprob=True, logprob_start_len=len(CRITIC.head()) + N // 2)
-    assert len(out["meta_info"]["input_token_logprobs"]) == len(prompt) - 3 - len(CRITIC.head()) - N // 2
+    more = {"return_logprob": True, "top_logprobs_num": 3, "token_ids_logprob": [5, 6]}
+    # Together with a plain request, so that rows and requests differ in number.
+    plain = document(3)[:40]
+    ours, other = engine.generate(
+        input_ids=[prompt, plain],
+        sampling_params={"temperature": 0.0, "max_new_tokens": 2, "ignore_eos": True},
+        kv_hints=[hint, None],
+        logprob_start_len=[len(prompt) - 4, 30],
+        **{name: [value, value] for name, value in more.items()},
+    )
+    for out, tail in ((ours, prompt[-4:]), (other, plain[30:])):
+        info = out["meta_info"]
+        assert [token for _, token, *_ in info["input_token_logprobs"]] == tail
+        assert len(info["output_token_logprobs"]) == 2
+        # The first token has no distribution before it.
+        assert [len(row or ()) for row in info["input_top_logprobs"]] == [0] + [3] * (len(tail) - 1)
+        assert len(info["input_token_ids_logprobs"]) == len(tail)
+    assert ours["meta_info"]["kvcmas"]["corrected_tokens"] == 2 * N
+    again = ask(engine, plain, None, tokens=2, logprob_start_len=30, cache_salt="x", **more)["meta_info"]
+    assert again["input_top_logprobs"] == other["meta_info"]["input_top_logprobs"]
+
+
+def test_a_span_whose_logprobs_are_asked_for_is_computed(engine: Any) -> None:
+    learn(engine, PLANNER, CRITIC)
+    ask(engine, *PLANNER.several(pair(8)))
+    prompt, hint = CRITIC.several(pair(8))
+    start = len(CRITIC.head()) + N // 2
+    info = ask(engine, prompt, hint, return_logprob=True, logprob_start_len=start, top_logprobs_num=2)["meta_info"]
+    assert [token for _, token, *_ in info["input_token_logprobs"]] == prompt[start:]
+    assert info["kvcmas"]["corrected_tokens"] == N // 2
+    assert [span["reason"] for span in info["kvcmas"]["spans"]] == ["reused", "not_prefilled"]

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvcmas_sgl.seams.forward import Row, fold, fresh_rows
+from kvcmas_sgl.seams.forward import Row, fold, fresh_rows, unfold
 
 
 class NoTranslation:
@@ -90,3 +90,18 @@ def test_logprobs_are_asked_of_the_last_row_only() -> None:
     assert rows == [Row(0, 4, 6), Row(0, 10, 14), Row(1, 4, 5), Row(1, 12, 14)]
     assert folded.extend_logprob_start_lens_cpu == [2, 2, 1, 2]
     assert folded.top_logprobs_nums == [0, 5, 0, 5] and folded.token_ids_logprobs == [None, [1], None, [1]]
+
+
+def test_of_every_rows_outputs_the_last_rows_are_left() -> None:
+    rows = [Row(0, 0, 3), Row(0, 10, 12), Row(1, 7, 12), Row(2, 0, 1), Row(2, 5, 6)]
+    logits = SimpleNamespace(
+        next_token_logits=torch.arange(5)[:, None],
+        input_top_logprobs_val=[[], ["a"], ["b"], [], ["c"]],
+        input_top_logprobs_idx=None,
+        input_token_ids_logprobs_val=[[], [1], [2], [], [3]],
+        input_token_ids_logprobs_idx=None,
+    )
+    unfold(logits, rows)
+    assert logits.next_token_logits.flatten().tolist() == [1, 2, 4]
+    assert logits.input_top_logprobs_val == [["a"], ["b"], ["c"]]
+    assert logits.input_token_ids_logprobs_val == [[1], [2], [3]] and logits.input_top_logprobs_idx is None
