@@ -18,12 +18,15 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
+from kvcmas_sgl.radix_ext.audit import Auditor
 from kvcmas_sgl.radix_ext.decision import Reason
 from kvcmas_sgl.radix_ext.estimators import ESTIMATORS, make_estimator
 from kvcmas_sgl.radix_ext.gate import Gate
 from kvcmas_sgl.radix_ext.harvest import Harvester
 from kvcmas_sgl.radix_ext.kv_view import KVView
 from kvcmas_sgl.radix_ext.learner import Learner
+from kvcmas_sgl.radix_ext.lessons import ENOUGH_AUDITS, Lessons
 from kvcmas_sgl.radix_ext.node_marks import DeltaFullComponent
 from kvcmas_sgl.radix_ext.placement import Pass, Placer
 from kvcmas_sgl.radix_ext.planner import Planner, Wish
@@ -91,10 +94,21 @@ class DeltaRadixCache(UnifiedRadixCache):
             self.gate,
             own_rank=config.own_rank,
             head=config.head,
+            audited=config.estimator,
             slots_of=self.spans.slots,
             attach=self.spans.attach,
         )
-        self.learner = Learner(harvester, self.estimators, self.gate, self.deltas, self.statistics, config.state_bytes)
+        self.learner = Learner(self.estimators, self.gate, self.deltas, self.statistics, config.state_bytes)
+        auditor = Auditor(
+            view,
+            predict=lambda base, consumer: self.planner.predicted(base, consumer.agent),
+            wanted=lambda on: self.gate.audits(on, config.estimator) < ENOUGH_AUDITS,
+            slots_of=self.spans.slots,
+            path_of=self.spans.path,
+            allocate=self._take_free,
+            free=self.token_to_kv_pool_allocator.free,
+        )
+        self.lessons = Lessons(harvester, auditor, self.learner, self.statistics)
         self._placer = Placer(view, self.planner, self.spans.slots, self.statistics)
         self._publisher = Publisher(self)
 
@@ -162,9 +176,8 @@ class DeltaRadixCache(UnifiedRadixCache):
     def _count_hit(self, request: AgentRequest, result: MatchResult) -> float:
         """Report the exact cache's hit; returns the predicted KL, nats, of the corrected KV in it."""
         marks = self.spans.marks(result.last_device_node)
-        total = len(request.prompt)
         first = min((start for _, start, _ in marks), default=request.hit)
-        spent = sum(self.gate.kl(mark.error, (stop - start) / total) for mark, start, stop in marks)
+        spent = sum(mark.kl_per_token * (stop - start) for mark, start, stop in marks)
         report = request.report
         if request.settled:
             return spent
@@ -179,7 +192,7 @@ class DeltaRadixCache(UnifiedRadixCache):
             if span.corrected_tokens and own:
                 span.source, span.estimator = own[-1].source, own[-1].estimator
                 span.predicted_error = own[-1].error
-                span.predicted_kl = self.gate.kl(own[-1].error, span.corrected_tokens / total)
+                span.predicted_kl = own[-1].kl_per_token * span.corrected_tokens
         return spent
 
     def _declined(self, request: AgentRequest) -> bool:
@@ -259,6 +272,7 @@ class DeltaRadixCache(UnifiedRadixCache):
             if request.published and not request.answered and req.finished():
                 request.answered = True
                 self._publisher.publish_answer(req, request, up_to)
+                self.lessons.add(request, req.output_ids)
         except Exception:
             self.failed(request, "checkpoint")
         if self.learner.behind:
@@ -276,6 +290,11 @@ class DeltaRadixCache(UnifiedRadixCache):
             logger.info("kvcmas: request %s %s", req.rid, request.report.as_dict())
 
     # ---- bookkeeping ----
+
+    def _take_free(self, count: int) -> torch.Tensor | None:
+        """Slots for a while, without evicting anything."""
+        allocator = self.token_to_kv_pool_allocator
+        return allocator.alloc(count).to(torch.int64) if allocator.available_size() >= count else None
 
     def state(self) -> dict[str, Any]:
         """Totals and sizes, JSON-compatible."""

@@ -9,12 +9,12 @@ last factors the own delta of the whole span onto the source's nodes.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from kvcmas_sgl.radix_ext.decision import Base
 from kvcmas_sgl.radix_ext.delta_store import Factors, Rows
-from kvcmas_sgl.radix_ext.estimators import Estimator, Observation
+from kvcmas_sgl.radix_ext.estimators import Edge, Estimator, Observation
 from kvcmas_sgl.radix_ext.gate import Gate
 from kvcmas_sgl.radix_ext.kv_view import KVView, SampledRows
 from kvcmas_sgl.radix_ext.lowrank import compress
@@ -50,13 +50,15 @@ class ErrorMeter:
 class HarvestJob:
     """What one dense run can teach: a stretch of ``length`` tokens as its reader computed it, and as others hold it.
 
-    ``bases`` come best first; ``own`` is the name under which the measured delta is kept.
+    ``bases`` come best first; ``own`` is the name under which the measured delta is kept; ``audits`` has the KL, nats,
+    of the edges that were audited on this run.
     """
 
     consumer: Base
     bases: tuple[Base, ...]
     length: int
     own: str
+    audits: Mapping[Edge, float] = field(default_factory=dict)
 
 
 class Harvester:
@@ -66,6 +68,8 @@ class Harvester:
     ----------
     head
         First tokens of a span that are always computed: they have no error.
+    audited
+        The estimator that audits look at.
     slots_of
         Slots (int64 [n]) of a source's content, or None when it has left the tree.
     attach
@@ -80,6 +84,7 @@ class Harvester:
         *,
         own_rank: int,
         head: int,
+        audited: str,
         slots_of: Callable[[Source], Tensor | None],
         attach: Callable[[Source, str, Rows], None],
     ) -> None:
@@ -88,6 +93,7 @@ class Harvester:
         self.gate = gate
         self.own_rank = own_rank
         self.head = head
+        self.audited = audited
         self.slots_of = slots_of
         self.attach = attach
 
@@ -146,7 +152,8 @@ class Harvester:
                 estimator.observe(on, observation)
             yield
         for name, meter in meters.items():
-            self.gate.record(on, name, squared_error=meter.squared_error, tokens=job.length)
+            kl = job.audits.get(on) if name == self.audited else None
+            self.gate.record(on, name, squared_error=meter.squared_error, tokens=job.length, kl=kl)
         for estimator in self.estimators.values():
             estimator.finish(on)
         yield

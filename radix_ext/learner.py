@@ -11,7 +11,6 @@ import torch
 from kvcmas_sgl.radix_ext.delta_store import DeltaStore
 from kvcmas_sgl.radix_ext.estimators import Estimator
 from kvcmas_sgl.radix_ext.gate import Gate
-from kvcmas_sgl.radix_ext.harvest import Harvester, HarvestJob
 from kvcmas_sgl.radix_ext.statistics import Statistics
 
 logger = logging.getLogger(__name__)
@@ -26,18 +25,16 @@ _DONE = object()
 
 
 class Learner:
-    """A queue of harvest jobs, and the budget of what they leave behind."""
+    """A queue of jobs, each a generator of short steps, and the budget of what they leave behind."""
 
     def __init__(
         self,
-        harvester: Harvester,
         estimators: Mapping[str, Estimator],
         gate: Gate,
         deltas: DeltaStore,
         statistics: Statistics,
         state_bytes: int,
     ) -> None:
-        self._harvester = harvester
         self._estimators = estimators
         self._gate = gate
         self._deltas = deltas
@@ -54,9 +51,9 @@ class Learner:
         """Whether a busy server should take a step too."""
         return len(self._jobs) >= BUSY_JOBS
 
-    def add(self, job: HarvestJob) -> None:
+    def add(self, steps: Iterator[None]) -> None:
         """Queue a job; the oldest one goes when too many wait."""
-        self._jobs.append(self._harvester.steps(job))
+        self._jobs.append(steps)
         if len(self._jobs) > MAX_JOBS:
             self._jobs.popleft()
             self._statistics.jobs_dropped += 1
@@ -72,7 +69,6 @@ class Learner:
             if done:
                 self._keep_budget()
                 self._jobs.popleft()
-                self._statistics.spans_learned += 1
         except Exception:
             self._jobs.popleft()
             self._statistics.fallbacks += 1

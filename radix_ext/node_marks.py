@@ -26,12 +26,14 @@ _DELTAS = "kvcmas_deltas"
 class Provenance:
     """How corrected KV was made. A node without one holds KV that the model computed.
 
-    ``error`` is the accumulated predicted relative error, ``source`` the role it was corrected from.
+    ``error`` is the accumulated predicted relative error, ``source`` the role it was corrected from, ``kl_per_token``
+    the predicted KL, nats, that each of its tokens stands for.
     """
 
     source: str
     estimator: str
     error: float
+    kl_per_token: float = 0.0
 
 
 def provenance(node: UnifiedTreeNode) -> Provenance | None:

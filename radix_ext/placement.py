@@ -134,7 +134,8 @@ class Placer:
         request: AgentRequest = step.one.req.kvcmas
         piece = step.piece
         if not piece.exact:
-            mark = Provenance(piece.base.agent.role, piece.estimator, piece.error)
+            share = piece.kl / (piece.stop - piece.start)
+            mark = Provenance(piece.base.agent.role, piece.estimator, piece.error, share)
             request.placed.append(Placed(piece.start, piece.stop, step.segment.target_slots, mark))
         if request.settled:
             return

@@ -36,7 +36,7 @@ class Wish:
 
 
 class Planner:
-    """Weighs every resident source of a stretch by the accumulated error that a correction from it would have.
+    """Weighs every resident source of a stretch by the predicted KL of a correction from it.
 
     Parameters
     ----------
@@ -106,6 +106,10 @@ class Planner:
                     found.append(Base(source, self._agent_of(source, offset), offset))
         return found
 
+    def predicted(self, base: Base, consumer: Agent) -> Delta | None:
+        """What the default estimator predicts for a base, or None when it does not know the edge."""
+        return self.estimators[self.default].predict(edge(base.agent, consumer))
+
     def delta(self, piece: Piece, consumer: Agent) -> Delta | None:
         """The delta that a piece applies; None when its base is only moved.
 
@@ -157,13 +161,11 @@ class Planner:
         consumer = request.agent(match.start)
         context = request.context(match.start)
         length = match.stop - match.start
-        share = length / len(request.prompt)
 
         def piece(base: Base, estimator: str, error: float, exact: bool = False) -> Piece:
             total = base.source.error + error
-            return Piece(
-                number, match.start, match.stop, base, estimator, total, self.gate.kl(total, share), context, exact
-            )
+            kl = self.gate.kl(edge(base.agent, consumer), self.default, total)
+            return Piece(number, match.start, match.stop, base, estimator, total, kl, context, exact)
 
         candidates = []
         for base in bases:
@@ -181,7 +183,7 @@ class Planner:
                 candidates.append(piece(base, name, predicted))
         if not candidates and wish.always:
             candidates.append(piece(bases[0], NONE, 0.0))
-        return min(candidates, key=lambda one: one.error, default=None)
+        return min(candidates, key=lambda one: one.kl, default=None)
 
     def _agent_of(self, source: Source, offset: int) -> Agent:
         """Who holds a source; one that was found by content is named by its prompt's agent prefix."""

@@ -96,8 +96,7 @@ class Publisher:
             jobs = []
             for number, span in enumerate(request.report.spans):
                 jobs += self._publish_span(req, path, request, number, span)
-        for job in jobs:
-            cache.learner.add(job)
+        request.lessons = jobs
 
     def publish_answer(self, req: Req, request: AgentRequest, up_to: int) -> None:
         """The request is finished: the KV of its generated text is the first source of that text."""

@@ -14,6 +14,7 @@ from kvcmas_sgl.radix_ext.sources import Agent, Content, Match, Place, as_tokens
 from kvcmas_sgl.wire import AgentHint
 
 if TYPE_CHECKING:
+    from kvcmas_sgl.radix_ext.harvest import HarvestJob
     from kvcmas_sgl.radix_ext.node_marks import Provenance
     from torch import Tensor
 
@@ -60,6 +61,8 @@ class AgentRequest:
         Locks on the pieces' sources, between admission and the forward pass.
     settled
         The report was counted; a later match (after a retraction) must not change it.
+    lessons
+        What the prompt can teach once the request is finished.
     published, answered
         The prompt's spans, and the generated text, are known as sources.
     content
@@ -79,6 +82,7 @@ class AgentRequest:
     pieces: list[Piece] = field(default_factory=list)
     placed: list[Placed] = field(default_factory=list)
     held: list[object] = field(default_factory=list)
+    lessons: list[HarvestJob] = field(default_factory=list)
     settled: bool = False
     published: bool = False
     answered: bool = False

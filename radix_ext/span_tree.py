@@ -38,6 +38,10 @@ class SpanTree:
             return None
         return self._cache.path_device_indices(source.node)[source.start : source.stop]
 
+    def path(self, source: Source) -> Tensor | None:
+        """Slots of everything up to the end of a source's content; None when it has left the tree."""
+        return None if self.node(source.node) is None else self._cache.path_device_indices(source.node)
+
     def nodes(self, source: Source) -> list[UnifiedTreeNode]:
         """The nodes that a source's span consists of, in order; empty when it has left the tree."""
         node = self.node(source.node)

@@ -24,6 +24,7 @@ class Statistics:
     reasons: Counter[str] = field(default_factory=Counter)
     fallbacks: int = 0
     spans_learned: int = 0
+    audits: int = 0
     jobs_dropped: int = 0
     match_seconds: float = 0.0
     place_seconds: float = 0.0

@@ -18,7 +18,7 @@ import torch
 from kvcmas_sgl.radix_ext.cache import DeltaRadixCache
 from kvcmas_sgl.radix_ext.placement import Pass
 
-# What `LogitsProcessorOutput` holds one list for each row of. Its input_token_logprobs are flat: only last rows have any.
+# `LogitsProcessorOutput` holds one list of these a row. Its input_token_logprobs are flat; only last rows have any.
 _PER_ROW = (
     "input_top_logprobs_val",
     "input_top_logprobs_idx",
@@ -41,6 +41,7 @@ def around_forward(original: Callable[..., Any], runner: Any, forward_batch: Any
     cache: DeltaRadixCache | None = getattr(runner, "kvcmas_cache", None)
     if cache is None or not cache.admitted or not forward_batch.forward_mode.is_extend_without_speculative():
         return original(runner, forward_batch, *args, **kwargs)
+    cache.lessons.forward = RowForward(runner, forward_batch)
     placed = _place(cache, forward_batch)
     if not any(placed):
         return original(runner, forward_batch, *args, **kwargs)
@@ -136,6 +137,63 @@ def fold(batch: Any, rows: Sequence[Row], translator: Any) -> Any:
         folded.global_num_token_non_padded_cpu = len(kept)
     translator.own_plan(folded).bind(folded, translator)
     return folded
+
+
+class RowForward:
+    """Forward passes outside of the scheduler's batches, for audits in idle time.
+
+    ``template`` is a batch of the scheduler's: whatever it holds beside its requests stays as it is.
+    """
+
+    def __init__(self, runner: Any, template: Any) -> None:
+        self._runner = runner
+        self._template = template
+
+    def __call__(self, tokens: Any, slots: torch.Tensor, rows: Sequence[tuple[int, int]]) -> torch.Tensor:
+        """Logits, fp32 [rows, vocabulary], at the end of each row ``[start, stop)`` of a sequence.
+
+        tokens: int64 [n]; slots: int64 [n], where each token's K and V lie or are written to.
+        """
+        pool = self._runner.req_to_token_pool
+        (line,) = pool.alloc_rows(1)
+        try:
+            pool.write((line, slice(0, len(tokens))), slots.to(torch.int32))
+            output = self._runner.forward(self._batch(tokens, slots, rows, line))
+            return output.logits_output.next_token_logits.float()
+        finally:
+            pool.free_slots.append(line)
+
+    def _batch(self, tokens: Any, slots: torch.Tensor, rows: Sequence[tuple[int, int]], line: int) -> Any:
+        device, count = slots.device, len(rows)
+        positions = torch.cat([torch.arange(start, stop) for start, stop in rows])
+        lengths = [stop - start for start, stop in rows]
+        stops = torch.tensor([stop for _, stop in rows])
+        batch = copy.copy(self._template)
+        batch.batch_size = count
+        batch.positions = positions.to(device)
+        batch.input_ids = torch.from_numpy(tokens)[positions].to(device)
+        batch.out_cache_loc = slots[batch.positions]
+        batch.req_pool_indices = torch.full((count,), line, dtype=batch.req_pool_indices.dtype, device=device)
+        batch.req_pool_indices_cpu = torch.full((count,), line)
+        batch.seq_lens, batch.seq_lens_cpu, batch.seq_lens_sum = stops.to(device), stops, int(stops.sum())
+        batch.orig_seq_lens = stops.to(torch.int32).to(device)
+        batch.extend_num_tokens = len(positions)
+        batch.extend_seq_lens_cpu, batch.extend_prefix_lens_cpu = lengths, [start for start, _ in rows]
+        batch.extend_seq_lens = torch.tensor(lengths, dtype=torch.int32, device=device)
+        batch.extend_prefix_lens = torch.tensor(batch.extend_prefix_lens_cpu, dtype=torch.int32, device=device)
+        batch.extend_start_loc = (batch.extend_seq_lens.cumsum(0) - batch.extend_seq_lens).to(torch.int32)
+        batch.return_logprob = False
+        batch.extend_logprob_start_lens_cpu = batch.extend_input_logprob_token_ids_gpu = None
+        batch.top_logprobs_nums = batch.token_ids_logprobs = None
+        batch.lora_ids = None if batch.lora_ids is None else batch.lora_ids[:1] * count
+        batch.rids, batch.mm_inputs = ["kvcmas-audit"] * count, None
+        if batch.global_num_token_non_padded is not None:
+            batch.global_num_token_non_padded = torch.full_like(batch.global_num_token_non_padded, len(positions))
+        if batch.global_num_token_non_padded_cpu is not None:
+            batch.global_num_token_non_padded_cpu = len(positions)
+        translator = self._runner.kv_index_translator
+        translator.own_plan(batch).bind(batch, translator)
+        return batch
 
 
 def unfold(logits: Any, rows: Sequence[Row]) -> None:

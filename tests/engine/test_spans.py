@@ -159,3 +159,24 @@ def test_a_span_whose_logprobs_are_asked_for_is_computed(engine: Any) -> None:
     assert [token for _, token, *_ in info["input_token_logprobs"]] == prompt[start:]
     assert info["kvcmas"]["corrected_tokens"] == N // 2
     assert [span["reason"] for span in info["kvcmas"]["spans"]] == ["reused", "not_prefilled"]
+
+
+def test_dense_runs_are_audited_and_the_audits_bound_the_next_kl(
+    engine: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = settle(engine)["audits"]
+    learn(engine, PLANNER, CRITIC)
+    totals = settle(engine)
+    # Two documents at two places, from the third reading on: the first teaches, the second is the first held out.
+    assert totals["audits"] - before >= 4 and totals["fallbacks"] == 0
+    spans = pair(8)
+    prompt, hint = CRITIC.several(spans)
+    answer = greedy(engine, prompt, 8, cache_salt="dense")["output_ids"]
+    truth = distributions(engine, prompt, answer, cache_salt="fresh")
+    noise = kl(truth, distributions(engine, prompt, answer, cache_salt="dense"))
+    ask(engine, *PLANNER.several(spans))
+    report = ask(engine, prompt, hint)["meta_info"]["kvcmas"]
+    measured = kl(truth, distributions(engine, prompt, answer, kv_hints=hint))
+    with capsys.disabled():
+        print(f"\n  KL predicted {report['predicted_kl']:.4f}, measured {measured:.4f}, noise {noise:.4f}")
+    assert measured <= report["predicted_kl"] + 2 * noise

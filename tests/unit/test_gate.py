@@ -6,7 +6,7 @@ import math
 
 import pytest
 from kvcmas_sgl.radix_ext.estimators import Edge
-from kvcmas_sgl.radix_ext.gate import KL_PER_SQUARED_ERROR, MIN_PAIRS, Gate
+from kvcmas_sgl.radix_ext.gate import KL_PER_SQUARED_ERROR, LEAST_FACTOR, MIN_PAIRS, Gate
 
 EDGE = Edge("s", "a", "b")
 
@@ -43,7 +43,22 @@ def test_a_broken_error_is_refused() -> None:
         gate_with((float("nan"), 100))
 
 
-def test_squared_errors_count_by_their_share_of_the_prompt() -> None:
+def test_an_edge_that_was_never_audited_is_taken_for_the_worst_seen() -> None:
+    assert gate_with((0.001, 100)).kl(EDGE, "affine", 0.1) == pytest.approx(KL_PER_SQUARED_ERROR * 0.01)
+
+
+def test_the_worst_audit_of_an_edge_says_what_its_error_does_to_the_next_tokens() -> None:
     gate = Gate(0.02)
-    assert gate.kl(0.1) == pytest.approx(KL_PER_SQUARED_ERROR * 0.01)
-    assert gate.kl(0.1, 0.25) == pytest.approx(KL_PER_SQUARED_ERROR * 0.0025)
+    for squared_error, tokens, kl in ((0.02, 80, 0.01), (0.04, 160, 0.05), (0.03, 80, None)):
+        gate.record(EDGE, "affine", squared_error=squared_error, tokens=tokens, kl=kl)
+    assert gate.audits(EDGE, "affine") == 2
+    # 0.5 and 1.25 nats per squared error.
+    assert gate.kl(EDGE, "affine", 0.2) == pytest.approx(1.25 * 0.04)
+    # Another edge has audits of its own, and none yet.
+    assert gate.kl(Edge("s", "b", "a"), "affine", 0.2) == pytest.approx(KL_PER_SQUARED_ERROR * 0.04)
+
+
+def test_an_audit_that_shows_nothing_does_not_make_an_edge_free() -> None:
+    gate = Gate(0.02)
+    gate.record(EDGE, "affine", squared_error=0.02, tokens=80, kl=0.0)
+    assert gate.kl(EDGE, "affine", 0.2) == pytest.approx(LEAST_FACTOR * 0.04)

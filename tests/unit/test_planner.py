@@ -73,7 +73,6 @@ class Case:
 
 # For two pairs the margin is 1 + 1/2 (test_gate).
 ERROR = math.sqrt(0.001 * 1.5)
-SHARE = SPAN / len(PROMPT)
 
 
 def test_reasons_for_refusal() -> None:
@@ -86,7 +85,7 @@ def test_reasons_for_refusal() -> None:
     case.learn(*case.index, squared_error=1.0)
     request = case.request()
     assert case.reason(request) is Reason.OVER_BUDGET
-    assert request.report.spans[0].predicted_kl == pytest.approx(KL_PER_SQUARED_ERROR * 1.5 * SHARE)
+    assert request.report.spans[0].predicted_kl == pytest.approx(KL_PER_SQUARED_ERROR * 1.5)
     resident = case.request()
     resident.hit = PREFIX + SPAN
     assert case.reason(resident) is Reason.EXACT
@@ -101,7 +100,7 @@ def test_errors_add_along_the_chain_and_the_exact_source_wins_when_the_sum_says_
     case.learn(exact, newest)
     (piece,) = case.plan(case.request())
     assert piece.base.source is exact and piece.error == pytest.approx(ERROR)
-    assert piece.kl == pytest.approx(KL_PER_SQUARED_ERROR * ERROR**2 * SHARE)
+    assert piece.kl == pytest.approx(KL_PER_SQUARED_ERROR * ERROR**2)
     alone = Case(max_kl=1.0)
     alone.learn(alone.source("writer", error=0.05))
     (piece,) = alone.plan(alone.request())
@@ -126,11 +125,11 @@ def test_always_overrides_the_budget_but_says_what_it_predicts() -> None:
 
 
 def test_what_the_prompt_stands_on_counts_against_the_budget() -> None:
-    case = Case(max_kl=0.002)
+    case = Case(max_kl=0.006)
     case.learn(case.source("planner"))
-    kl = KL_PER_SQUARED_ERROR * ERROR**2 * SHARE
-    assert len(case.plan(case.request(), spent=0.002 - kl - 1e-9)) == 1
-    assert case.plan(case.request(), spent=0.002 - kl + 1e-9) == []
+    kl = KL_PER_SQUARED_ERROR * ERROR**2
+    assert len(case.plan(case.request(), spent=0.006 - kl - 1e-9)) == 1
+    assert case.plan(case.request(), spent=0.006 - kl + 1e-9) == []
 
 
 def test_the_head_and_what_is_resident_are_left_out() -> None:

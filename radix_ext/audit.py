@@ -1,0 +1,168 @@
+"""Audits: what a correction does to the next tokens, measured on a request that was computed.
+
+The error of KV is a loose proxy for what the model then says (method, section 4): how much the following tokens look
+at a span decides. So before a dense run is learned from, its tokens after a span are computed once more, in idle time,
+over what the correction would have placed there, and the next-token distributions are compared with those over the
+computed KV. All positions are rows of one forward pass (`kvcmas_sgl.seams.forward`), a few dozen tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from kvcmas_sgl.radix_ext.blocks import Tokens
+from kvcmas_sgl.radix_ext.decision import Base
+from kvcmas_sgl.radix_ext.estimators import Edge
+from kvcmas_sgl.radix_ext.kv_view import KVView
+from kvcmas_sgl.radix_ext.sources import Source, edge
+from kvcmas_sgl.triton_kernels import Delta, Segment, plan, run
+from torch import Tensor
+
+ANSWER_TOKENS = 8
+"""Positions of the answer that are compared, beside the one that the answer starts from."""
+
+Forward = Callable[[Tokens, Tensor, Sequence[tuple[int, int]]], Tensor]
+"""(tokens [n], slots int64 [n], rows [start, stop)) -> logits at the end of each row, fp32 [rows, vocabulary]."""
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """A stretch of the prompt that the request computed, and KV of the same tokens that others hold, best first."""
+
+    consumer: Base
+    bases: tuple[Base, ...]
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class AuditJob:
+    """A finished request: its prompt and answer, its marked spans, and the stretches to audit.
+
+    ``last`` is the source that ends last in the prompt: its path holds the KV of everything before. ``results`` takes
+    the KL, nats, of every edge that was audited.
+    """
+
+    tokens: Tokens
+    prompt_length: int
+    spans: tuple[tuple[int, int], ...]
+    stretches: tuple[Stretch, ...]
+    last: Source
+    results: dict[Edge, float] = field(default_factory=dict)
+
+
+class Auditor:
+    """Runs audits.
+
+    Parameters
+    ----------
+    predict
+        The delta that an estimator has for a base and its consumer; None when the edge is unknown.
+    wanted
+        Whether an edge still needs audits.
+    slots_of
+        Slots (int64 [n]) of a source's content, or None when it has left the tree.
+    path_of
+        Slots of everything up to the end of a source, or None.
+    allocate, free
+        Slots for the duration of an audit; ``allocate`` gives None rather than evict.
+    """
+
+    def __init__(
+        self,
+        view: KVView,
+        *,
+        predict: Callable[[Base, Base], Delta | None],
+        wanted: Callable[[Edge], bool],
+        slots_of: Callable[[Source], Tensor | None],
+        path_of: Callable[[Source], Tensor | None],
+        allocate: Callable[[int], Tensor | None],
+        free: Callable[[Tensor], None],
+    ) -> None:
+        self._view = view
+        self._predict = predict
+        self._wanted = wanted
+        self._slots_of = slots_of
+        self._path_of = path_of
+        self._allocate = allocate
+        self._free = free
+
+    def steps(self, job: AuditJob, forward: Forward) -> Iterator[None]:
+        """Audit every stretch against its bases; each ``next`` is one forward pass. Ends when KV or room is gone."""
+        for stretch in job.stretches:
+            rows = audit_rows(job.spans, stretch.stop, job.prompt_length, len(job.tokens))
+            compared = sum(stop >= job.prompt_length for _, stop in rows)
+            truth: Tensor | None = None
+            for base in stretch.bases:
+                on, delta = edge(base.agent, stretch.consumer.agent), self._predict(base, stretch.consumer)
+                if delta is None or not compared or not self._wanted(on):
+                    continue
+                if truth is None:
+                    truth = self._run(job, rows, forward)
+                    yield
+                other = None if truth is None else self._run(job, rows, forward, stretch, base, delta)
+                if truth is None or other is None:
+                    return
+                job.results[on] = mean_kl(truth[-compared:], other[-compared:])
+                yield
+
+    def _run(
+        self,
+        job: AuditJob,
+        rows: Sequence[tuple[int, int]],
+        forward: Forward,
+        stretch: Stretch | None = None,
+        base: Base | None = None,
+        delta: Delta | None = None,
+    ) -> Tensor | None:
+        """Logits of the rows, over the computed KV or with one stretch corrected; None when KV or room is gone."""
+        path = self._path_of(job.last)
+        source = None if base is None else self._slots_of(base.source)
+        if path is None or (base is not None and source is None):
+            return None
+        length = 0 if stretch is None else stretch.stop - stretch.start
+        fresh = torch.cat([torch.arange(start, stop) for start, stop in rows]).to(path.device)
+        taken = self._allocate(length + fresh.numel())
+        if taken is None:
+            return None
+        try:
+            slots = path.new_zeros(len(job.tokens))
+            slots[: path.shape[0]] = path
+            slots[fresh] = taken[length:]
+            if stretch is not None and base is not None and source is not None:
+                slots[stretch.start : stretch.stop] = taken[:length]
+                segment = Segment(
+                    source_slots=source[base.offset : base.offset + length],
+                    target_slots=taken[:length],
+                    source_start=base.source.start + base.offset,
+                    target_start=stretch.start,
+                    offset=base.offset,
+                    delta=delta,
+                )
+                view = self._view
+                batch = plan([segment], view.table, head_dim=view.head_dim, kv_heads=view.kv_heads)
+                run(batch, view.k_buffers, view.v_buffers)
+            return forward(job.tokens, slots, rows)
+        finally:
+            self._free(taken)
+
+
+def audit_rows(spans: Sequence[tuple[int, int]], after: int, prompt: int, total: int) -> list[tuple[int, int]]:
+    """Runs of tokens to compute: what stands outside of the spans from ``after`` to the prompt's end, then each token
+    of the answer by itself, so that the pass gives logits at its position."""
+    rows, at = [], after
+    for start, stop in spans:
+        if start > at:
+            rows.append((at, start))
+        at = max(at, stop)
+    if at < prompt:
+        rows.append((at, prompt))
+    return rows + [(i, i + 1) for i in range(prompt, total)]
+
+
+def mean_kl(truth: Tensor, other: Tensor) -> float:
+    """Mean over positions of KL(truth || other), nats, of logits [n, vocabulary]."""
+    p, q = truth.log_softmax(-1), other.log_softmax(-1)
+    return float((p.exp() * (p - q)).sum(-1).mean())
