@@ -82,9 +82,10 @@ def run_program(server: ServerProcess, arm: str, name: str, program: Program, op
     turns = program(server.url, options)
     seconds = time.monotonic() - start
     seen = [record for record in records(server, arm) if record["rid"] not in before]
-    # A server without a record still answers to hints.
-    reports: list[Mapping[str, Any]] = seen or [turn.report for turn in turns if turn.report is not None]
-    result = Result(arm, name, turns, seconds, tokens_by_role(reports))
+    if len(seen) == len(turns):
+        # One request a turn, in order: an agent that was found by content gets the name that its program gives it.
+        seen = [{**record, "role": turn.agent} for record, turn in zip(seen, turns, strict=True)]
+    result = Result(arm, name, turns, seconds, tokens_by_role(seen))
     print(f"\n{arm} server, {name}: {len(turns)} answers in {seconds:.1f} s")
     print(token_table(result.tokens) if result.tokens else "no reports: plain requests", flush=True)
     return result
@@ -95,7 +96,7 @@ def records(server: ServerProcess, arm: str) -> list[Mapping[str, Any]]:
     if arm == "stock":
         return []
     info = requests.get(server.url + "/server_info", timeout=_TIMEOUT_S).json()
-    return list(info["internal_states"][0]["kvcmas"].get("recent", []))
+    return list(info["internal_states"][0]["kvcmas"]["recent"])
 
 
 def findings(results: Sequence[Result]) -> dict[str, Any]:

@@ -55,9 +55,9 @@ def parser() -> argparse.ArgumentParser:
         help="greedy tokens per answer, over which KL and top-1 agreement are taken (default: 12 tokens)",
     )  # fmt: skip
     shape.add_argument(
-        "--pass-tokens", type=int, default=80,
+        "--pass-tokens", type=int, default=64,
         help="tokens of each answer that the next agents read; our server reuses none below its --kvcmas-min-span "
-        "(default: 80 tokens)",
+        "(default: 64 tokens)",
     )  # fmt: skip
     shape.add_argument(
         "--kl-top", type=int, default=128,

@@ -27,7 +27,7 @@ class Settings:
     """
 
     answer_tokens: int = 12
-    pass_tokens: int = 80
+    pass_tokens: int = 64
     top_k: int = 128
     noise_every: int = 6
 
@@ -127,7 +127,7 @@ class Measurement:
             prompt_tokens=len(prompt.ids),
             shared_tokens=prompt.shared_tokens,
             marked_spans=len(prompt.spans),
-            spans=span_rows(report, prompt),
+            spans=span_rows(report),
             answer_tokens=len(answer),
             exact=report["exact_tokens"],
             corrected=report["corrected_tokens"],

@@ -69,17 +69,12 @@ class Row:
 
     @property
     def mostly_reused(self) -> bool:
-        """Whether more than half of the marked spans were reused."""
-        return 2 * self.reused_spans > self.marked_spans
+        """Whether more than half of the shared tokens were reused."""
+        return 2 * self.corrected > self.shared_tokens
 
 
-def span_rows(report: Mapping[str, Any], prompt: TokenPrompt) -> tuple[SpanRow, ...]:
-    """What our server's report says of each span that was marked in a prompt, in order.
-
-    A server that reuses the first span only has no list in its report: what it says is the first span's.
-    """
-    start, stop = prompt.spans[0]
-    entries: Sequence[Mapping[str, Any]] = report.get("spans") or [{**report, "start": start, "stop": stop}]
+def span_rows(report: Mapping[str, Any]) -> tuple[SpanRow, ...]:
+    """What our server's report says of each span that was marked in a prompt, in order."""
     return tuple(
         SpanRow(
             tokens=entry["stop"] - entry["start"],
@@ -90,7 +85,7 @@ def span_rows(report: Mapping[str, Any], prompt: TokenPrompt) -> tuple[SpanRow, 
             estimator=entry["estimator"],
             predicted_kl=entry["predicted_kl"],
         )
-        for entry in entries
+        for entry in report["spans"]
     )
 
 

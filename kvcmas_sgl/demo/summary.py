@@ -20,7 +20,7 @@ def summarize(rows: Sequence[Row], max_kl: float) -> dict[str, Any]:
 
     `corrected_tokens_unseen` counts every corrected token of the timed requests: each role reads each document for
     the first time there. The figures of the last agent, whose prompt holds all that was written before it, are over
-    readings in which more than half of the spans were reused.
+    readings in which more than half of the shared tokens were reused.
 
     Args:
         max_kl: the quality budget that our server runs with, nats.
