@@ -6,8 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from kvcmas_sgl.demo.prompts import TokenPrompt
-
 # Reasons that say that a span's KV was there already (`kvcmas_sgl.radix_ext.decision.Reason`).
 _REUSED = frozenset({"reused", "exact", "own_corrected"})
 
