@@ -114,8 +114,11 @@ def test_no_one_reaches_the_agents_kv(engine: Any) -> None:
     for fields in ({}, {"cache_salt": "tenant"}):
         assert greedy(engine, prompt, 1, **fields)["meta_info"]["cached_tokens"] == 0
     assert read(engine, CRITIC, span, cache_salt="tenant-b")["exact_tokens"] == 0
-    other_role = Reader("critic-2", CRITIC.system)
-    assert read(engine, other_role, span)["exact_tokens"] == 0
+    # Another role reaches none of it: with the same prefix it gets a copy of the span, and computes the rest.
+    report = read(engine, Reader("critic-2", CRITIC.system), span)
+    assert (report["exact_tokens"], report["estimator"]) == (N, "identical")
+    assert report["computed_tokens"] == len(prompt) - N
+    assert read(engine, Reader("critic-3", CRITIC.system + " Be brief."), span)["exact_tokens"] == 0
 
 
 def test_chunked_prefill_streaming_and_parallel_samples_report_the_same(engine: Any) -> None:
