@@ -161,7 +161,7 @@ class Bench:
         report = agent_report(answer.meta)
         # Each stage decides on its last span.
         reasons = [span_rows(done, stage)[-1].reason for done, stage in zip(passes, before, strict=True)]
-        reasons += [span.reason for span in span_rows(report, prompt)[len(reasons) :]]
+        reasons += [span.reason for span in span_rows(report)[len(reasons) :]]
         counts = count_tokens([*passes, report], len(prompt.ids))
         return RequestResult(
             agent=agent.name,
