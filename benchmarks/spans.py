@@ -160,7 +160,7 @@ class Bench:
         seconds = time.perf_counter() - begin
         report = agent_report(answer.meta)
         # Each stage decides on its last span.
-        reasons = [span_rows(done, stage)[-1].reason for done, stage in zip(passes, before, strict=True)]
+        reasons = [span_rows(done)[-1].reason for done in passes]
         reasons += [span.reason for span in span_rows(report)[len(reasons) :]]
         counts = count_tokens([*passes, report], len(prompt.ids))
         return RequestResult(
