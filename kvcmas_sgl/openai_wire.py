@@ -16,16 +16,13 @@ chat
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeGuard
 
 from kvcmas_sgl.wire import (
-    ACTION_TYPE,
-    ACTION_VERSION,
     MAX_SPANS,
-    PROTOCOL_VERSION,
+    OPT_OUT,
     AgentHint,
     HintError,
     Span,
@@ -73,7 +70,7 @@ def opt_out_envelope(value: Any) -> dict[str, Any] | None:
         raise HintError(
             f"auto is False, but must stand alone in {FIELD}: a request that names its role marks its spans itself."
         )
-    return _envelope({"auto": False})
+    return hint_envelope(OPT_OUT)
 
 
 def completion_envelopes(value: Any, prompt: Any) -> dict[str, Any] | list[dict[str, Any]]:
@@ -188,16 +185,6 @@ def _known(value: Mapping[str, Any], fields: Sequence[str], where: str) -> None:
     for name in value:
         if name not in fields:
             raise HintError(f"unknown field {_shown(name)} in {where}; known are {', '.join(fields)}.")
-
-
-def _envelope(payload: dict[str, Any]) -> dict[str, Any]:
-    action = {
-        "action_id": uuid.uuid4().hex,
-        "action_type": ACTION_TYPE,
-        "action_version": ACTION_VERSION,
-        "payload": payload,
-    }
-    return {"protocol_version": PROTOCOL_VERSION, "message_id": uuid.uuid4().hex, "actions": [action]}
 
 
 def _is_integer(value: Any) -> TypeGuard[int]:

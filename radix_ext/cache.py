@@ -276,7 +276,7 @@ class DeltaRadixCache(UnifiedRadixCache):
         except Exception:
             self.failed(request, "checkpoint")
         if self.learner.behind:
-            self.learner.step()
+            self.learner.step(idle=False)
 
     def _settle(self, req: Req, request: AgentRequest, up_to: int) -> None:
         """Count the request once, when its prompt is complete."""

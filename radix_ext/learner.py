@@ -40,7 +40,7 @@ class Learner:
         self._deltas = deltas
         self._statistics = statistics
         self._budget = state_bytes
-        self._jobs: deque[Iterator[None]] = deque()
+        self._jobs: deque[tuple[Iterator[None], bool]] = deque()
 
     def __len__(self) -> int:
         """Jobs that are waiting or under way."""
@@ -51,21 +51,27 @@ class Learner:
         """Whether a busy server should take a step too."""
         return len(self._jobs) >= BUSY_JOBS
 
-    def add(self, steps: Iterator[None]) -> None:
-        """Queue a job; the oldest one goes when too many wait."""
-        self._jobs.append(steps)
+    def add(self, steps: Iterator[None], *, needs_model: bool = False) -> None:
+        """Queue a job; the oldest one goes when too many wait. ``needs_model``: only an idle server may run it."""
+        self._jobs.append((steps, needs_model))
         if len(self._jobs) > MAX_JOBS:
             self._jobs.popleft()
             self._statistics.jobs_dropped += 1
 
-    def step(self) -> bool:
-        """Take one short step; False when nothing waits. A job that fails is dropped and counted."""
+    def step(self, *, idle: bool = True) -> bool:
+        """Take one short step; False when nothing waits. A job that fails is dropped and counted.
+
+        A busy server gives up what needs the model: its passes belong to requests.
+        """
+        while self._jobs and self._jobs[0][1] and not idle:
+            self._jobs.popleft()
+            self._statistics.jobs_dropped += 1
         if not self._jobs:
             return False
         started = time.perf_counter()
         try:
             with torch.inference_mode():
-                done = next(self._jobs[0], _DONE) is _DONE
+                done = next(self._jobs[0][0], _DONE) is _DONE
             if done:
                 self._keep_budget()
                 self._jobs.popleft()

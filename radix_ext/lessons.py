@@ -33,7 +33,8 @@ class Lessons:
             return
         audits: dict = {}
         if self.forward is not None:
-            self._learner.add(self._audit(self._audit_job(request, jobs, answer, audits), self.forward))
+            audit = self._audit(self._audit_job(request, jobs, answer, audits), self.forward)
+            self._learner.add(audit, needs_model=True)
         for job in jobs:
             self._learner.add(self._learn(replace(job, audits=audits)))
 

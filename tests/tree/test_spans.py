@@ -291,3 +291,23 @@ def test_input_logprobs_keep_their_tokens_out_of_reach() -> None:
     req = tree.request(CRITIC.prompt(text), CRITIC.hint(text))
     match_kv_cache(req, tree.cache, req.origin_input_ids, max_prefix_len=HEAD + 20)
     assert [(p.start, p.stop) for p in req.kvcmas.pieces] == [(HEAD, HEAD + 20)]
+
+
+def test_a_failing_audit_is_counted_and_the_run_is_learned_from_all_the_same() -> None:
+    tree = big_tree()
+    learned(tree)
+    asked = []
+
+    def broken(*args: object) -> None:
+        asked.append(args)
+        raise RuntimeError("injected")
+
+    tree.cache.lessons.forward = broken
+    spans = tree.cache.statistics.spans_learned
+    PLANNER.read(tree, document(80))
+    CRITIC.read(tree, document(80), reuse="never")
+    assert len(asked) == 1 and tree.cache.statistics.fallbacks == 1
+    assert tree.cache.statistics.spans_learned == spans + 1
+    # The audit's slots were given back (`read` checks the pool), and the next reader is served.
+    PLANNER.read(tree, document(81))
+    assert CRITIC.read(tree, document(81))["corrected_tokens"] == N
