@@ -205,7 +205,7 @@ class DeltaRadixCache(UnifiedRadixCache):
     # ---- a pass ----
 
     def continue_plan(self, req: Req) -> None:
-        """Before a further chunk of a prompt: plan what is left of it again, over what is resident now."""
+        """Before a further chunk of a prompt: keep what is left of its plan and still resident."""
         request = agent_request(req)
         if request is None or self.disable or self._declined(request):
             return

@@ -293,26 +293,25 @@ class SourceIndex:
         self.version += 1
 
     def _detach(self, source: Source) -> None:
+        self._unlink(source)
         content = source.content
-        content.sources.remove(source)
+        if not content.sources:
+            self._forget((content.scope, token_digest(content.tokens)))
+        self.version += 1
+
+    def _unlink(self, source: Source) -> None:
+        source.content.sources.remove(source)
         held = self._by_node[source.node]
         held.remove(source)
         if not held:
             del self._by_node[source.node]
-        if not content.sources:
-            self._forget((content.scope, token_digest(content.tokens)))
-        self.version += 1
 
     def _forget(self, key: tuple[str, str]) -> None:
         content = self._contents.pop(key, None)
         if content is None:
             return
         for source in list(content.sources):
-            content.sources.remove(source)
-            held = self._by_node[source.node]
-            held.remove(source)
-            if not held:
-                del self._by_node[source.node]
+            self._unlink(source)
         table = self._tables[content.scope]
         table.remove(content, content.tokens)
         if not table:
