@@ -32,14 +32,16 @@ class Segment:
 
 @dataclass(frozen=True)
 class Group:
-    """Rows of a plan that share one delta. Slots, offsets: int64 [n]; rotations: fp32 [n, rotary_dim / 2].
+    """Rows of a plan that share one delta. Slots, positions, offsets: int64 [n]; rotations: fp32 [n, rotary_dim / 2].
 
-    ``moved`` is false if no row changes its position. ``leave`` un-ropes at the source, ``arrive`` ropes at the target,
-    ``shift`` is both at once.
+    ``leave_at``, ``arrive_at``: positions at the source and at the target; ``moved`` is false if they are the same.
+    ``leave`` un-ropes at the source, ``arrive`` ropes at the target, ``shift`` is both at once.
     """
 
     source: Tensor
     target: Tensor
+    leave_at: Tensor
+    arrive_at: Tensor
     t: Tensor
     delta: Delta | None
     moved: bool

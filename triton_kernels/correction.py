@@ -77,6 +77,8 @@ def _group(segments: Sequence[Segment], table: RotaryTable, delta: Delta | None)
     return Group(
         source=source,
         target=target,
+        leave_at=leave_at.to(device),
+        arrive_at=arrive_at.to(device),
         t=count([one.offset for one in segments]).to(device),
         delta=delta,
         moved=any(one.source_start != one.target_start for one in segments),

@@ -116,30 +116,39 @@ def _product(left: Tensor, right: Tensor, layer: int, at: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class AffineDelta:
-    """A predicted delta: for each layer an affine map of the source's own features, fading along the span.
+    """A predicted delta: for each layer a low-rank affine map of the source's own KV, fading along the span.
 
-    With g_tau(t) = 1 / (1 + t / tau), x = [base_k, base_v] in R^2D and z = x @ project + shift in R^m,
+    With g_tau(t) = 1 / (1 + t / tau), x = [base_k, base_v] in R^2D and P = project, cut into one [2D, r] block (and one
+    shift in R^r) for each of the token decays,
 
-        [dK, dV](t) = [g_tau(t) z for tau in token_decays, g_tau(t) for tau in mean_decays] @ weight.
+        h(t) = sum_tau g_tau(t) (x @ P_tau + shift_tau)                         over token_decays
+        [dK, dV](t) = h(t) @ weight + sum_tau g_tau(t) bias_tau                 over mean_decays.
 
-    project: fp32 [L, 2D, m]; shift: fp32 [L, m]; weight: fp32 [L, F, 2D], F = m |token_decays| + |mean_decays|.
-    An infinite tau does not fade. What the tensors hold for layer 0 is ignored.
+    project: fp32 [L, 2D, J r]; shift: fp32 [L, J r]; weight: fp32 [L, r, 2D]; bias: fp32 [L, I, 2D], with J token and I
+    mean decays. An infinite tau does not fade. What the tensors hold for layer 0 is ignored.
     """
 
     project: Tensor
     shift: Tensor
     weight: Tensor
+    bias: Tensor
     token_decays: tuple[float, ...]
     mean_decays: tuple[float, ...]
 
     def __post_init__(self) -> None:
-        layers, wide, m = self.project.shape
-        want = (layers, m * len(self.token_decays) + len(self.mean_decays), wide)
-        if tuple(self.weight.shape) != want or tuple(self.shift.shape) != (layers, m):
+        layers, wide, columns = self.project.shape
+        rank = self.weight.shape[1]
+        fits = (
+            columns == rank * len(self.token_decays)
+            and tuple(self.shift.shape) == (layers, columns)
+            and tuple(self.weight.shape) == (layers, rank, wide)
+            and tuple(self.bias.shape) == (layers, len(self.mean_decays), wide)
+        )
+        if not fits:
             raise ValueError(
-                f"project is {list(self.project.shape)}, shift {list(self.shift.shape)} and weight "
-                f"{list(self.weight.shape)}: they must be [L, 2D, m], [L, m] and "
-                "[L, m |token_decays| + |mean_decays|, 2D]"
+                f"project is {list(self.project.shape)}, shift {list(self.shift.shape)}, weight "
+                f"{list(self.weight.shape)} and bias {list(self.bias.shape)}: they must be [L, 2D, J r], [L, J r], "
+                f"[L, r, 2D] and [L, I, 2D] with J = {len(self.token_decays)} and I = {len(self.mean_decays)}"
             )
 
     @property
@@ -151,29 +160,32 @@ class AffineDelta:
         return self.project.shape[1] // 2
 
     @property
+    def rank(self) -> int:
+        return self.weight.shape[1]
+
+    @property
     def extent(self) -> tuple[int, int] | None:
         return None
 
+    @property
+    def nbytes(self) -> int:
+        return sum(part.nbytes for part in (self.project, self.shift, self.weight, self.bias))
+
     def rows(self, layer: int, t: Tensor, base_k: Tensor, base_v: Tensor) -> tuple[Tensor, Tensor]:
-        z = token_features(base_k, base_v, self.project[layer], self.shift[layer])
-        both = fading_features(z, t, self.token_decays, self.mean_decays) @ self.weight[layer]
+        features = token_features(base_k, base_v, self.project[layer], self.shift[layer])
+        fade = fading(t, self.token_decays)
+        h = (features.unflatten(1, (len(self.token_decays), self.rank)) * fade[:, :, None]).sum(1)
+        both = torch.addmm(fading(t, self.mean_decays) @ self.bias[layer], h, self.weight[layer])
         return both[:, : self.width], both[:, self.width :]
 
 
 def token_features(base_k: Tensor, base_v: Tensor, project: Tensor, shift: Tensor) -> Tensor:
-    """z, fp32 [n, m], of one layer's rows ``base_k``, ``base_v`` [n, D]; ``project`` [2D, m], ``shift`` [m]."""
+    """[base_k, base_v] @ project + shift, fp32 [n, m], of one layer's rows [n, D]; ``project`` is [2D, m]."""
     width = base_k.shape[1]
     return torch.addmm(shift, base_k, project[:width]).addmm_(base_v, project[width:])
 
 
-def fading_features(z: Tensor, t: Tensor, token_decays: tuple[float, ...], mean_decays: tuple[float, ...]) -> Tensor:
-    """The features of `AffineDelta`, fp32 [n, F], of ``z`` [n, m] and span offsets ``t`` [n]."""
-    n, m = z.shape
-    tokens = m * len(token_decays)
-    taus = torch.tensor(token_decays + mean_decays, dtype=torch.float32, device=z.device)
-    fade = 1 / (1 + t.to(torch.float32)[:, None] / taus)
-    out = z.new_empty(n, tokens + len(mean_decays))
-    for j in range(len(token_decays)):
-        torch.mul(z, fade[:, j, None], out=out[:, j * m : (j + 1) * m])
-    out[:, tokens:] = fade[:, len(token_decays) :]
-    return out
+def fading(t: Tensor, decays: tuple[float, ...]) -> Tensor:
+    """g_tau(t) = 1 / (1 + t / tau), fp32 [n, |decays|], of span offsets ``t`` [n]."""
+    taus = torch.tensor(decays, dtype=torch.float32, device=t.device)
+    return 1 / (1 + t.to(torch.float32)[:, None] / taus)

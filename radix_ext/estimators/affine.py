@@ -27,11 +27,12 @@ from dataclasses import dataclass, field
 import torch
 from kvcmas_sgl.radix_ext.lowrank import factor
 from kvcmas_sgl.triton_kernels import AffineDelta, Delta
-from kvcmas_sgl.triton_kernels.delta import fading_features, token_features
+from kvcmas_sgl.triton_kernels.delta import fading, token_features
 from torch import Tensor
 
 from .base import Edge, Estimator, Observation, check_observation
 
+COMPONENTS = 64
 TOKEN_DECAYS = (math.inf, 128.0)
 MEAN_DECAYS = (math.inf, 8.0, 32.0, 128.0, 512.0)
 WEIGHT_DECAY = 32.0
@@ -72,13 +73,14 @@ class _Statistics:
 
 
 class AffineEstimator(Estimator):
-    """``rank``: m, the number of principal components (at most 2D)."""
+    """``rank``: r of the predicted delta. ``components``: m, the number of principal components (at most 2D)."""
 
     name = "affine"
 
-    def __init__(self, layers: int, kv_heads: int, head_dim: int, rank: int) -> None:
+    def __init__(self, layers: int, kv_heads: int, head_dim: int, rank: int, components: int = COMPONENTS) -> None:
         self._layers, self._width = layers, kv_heads * head_dim
-        self._m = min(rank, 2 * self._width)
+        self._m = min(components, 2 * self._width)
+        self._rank = min(rank, self._m * len(TOKEN_DECAYS), 2 * self._width)
         self._features = self._m * len(TOKEN_DECAYS) + len(MEAN_DECAYS)
         self._bases: dict[str, _Basis] = {}
         self._edges: dict[Edge, _Statistics] = {}
@@ -94,7 +96,7 @@ class AffineEstimator(Estimator):
                 fits[layer] = _fit(torch.cat([obs.base_k[i], obs.base_v[i]], dim=1), self._m)
             project, shift = fits.get(layer, (basis.project[layer], basis.shift[layer]))
             z = token_features(obs.base_k[i], obs.base_v[i], project, shift)
-            f = fading_features(z, obs.t, TOKEN_DECAYS, MEAN_DECAYS)
+            f = _features(z, obs.t)
             weighted = (f * weight).mT
             grams.append(weighted @ f)
             crosses.append(weighted @ torch.cat([obs.delta_k[i], obs.delta_v[i]], dim=1))
@@ -129,10 +131,32 @@ class AffineEstimator(Estimator):
         ridge = self._ridge(gram)
         ridge = torch.where(ridge > 0, ridge, 1.0)
         lower = torch.linalg.cholesky(gram + torch.diag_embed(ridge))
-        weight = torch.cholesky_solve(state.cross.double(), lower).float()
-        basis = self._bases[edge.namespace]
-        state.delta = AffineDelta(basis.project, basis.shift, weight, TOKEN_DECAYS, MEAN_DECAYS)
+        solved = torch.cholesky_solve(state.cross.double(), lower)
+        state.delta = self._reduce(self._bases[edge.namespace], solved, lower)
         state.spans += 1
+
+    def _reduce(self, basis: _Basis, solved: Tensor, lower: Tensor) -> AffineDelta:
+        """The delta of coefficients ``solved`` [L, F, 2D], those of tokens at the best rank r.
+
+        Reduced-rank regression: with G = R^T R the Gram matrix of the token features (``lower`` holds R^T), the best
+        rank r for the fitted values is the truncated SVD of R W. K and V count alike, whatever their size.
+        """
+        tokens, width = self._m * len(TOKEN_DECAYS), self._width
+        root = lower[:, :tokens, :tokens].mT
+        fitted = root @ solved[:, :tokens]
+        size = fitted.unflatten(2, (2, width)).square().sum((1, 3)).sqrt().clamp_min(1e-30)
+        even = fitted / size.repeat_interleave(width, 1)[:, None]
+        leading = torch.linalg.eigh(even @ even.mT).eigenvectors[:, :, -self._rank :]
+        mix = torch.linalg.solve_triangular(root, leading, upper=True).float()
+        mix = mix.unflatten(1, (len(TOKEN_DECAYS), self._m))
+        return AffineDelta(
+            project=torch.einsum("lxm,ljmr->lxjr", basis.project, mix).flatten(2),
+            shift=torch.einsum("lm,ljmr->ljr", basis.shift, mix).flatten(1),
+            weight=(leading.mT @ fitted).float(),
+            bias=solved[:, tokens:].float(),
+            token_decays=TOKEN_DECAYS,
+            mean_decays=MEAN_DECAYS,
+        )
 
     def _ridge(self, gram: Tensor) -> Tensor:
         """[L, F], of ``gram`` [L, F, F]: tokens times the feature's mean square, for z averaged over its block."""
@@ -161,7 +185,7 @@ class AffineEstimator(Estimator):
         state = self._edges.get(edge)
         if state is None:
             return 0
-        return state.gram.nbytes + state.cross.nbytes + (0 if state.delta is None else state.delta.weight.nbytes)
+        return state.gram.nbytes + state.cross.nbytes + (0 if state.delta is None else state.delta.nbytes)
 
     def edges(self) -> Iterable[Edge]:
         return tuple(self._edges)
@@ -174,6 +198,12 @@ class AffineEstimator(Estimator):
     def drop_namespace(self, namespace: str) -> None:
         self._edges = {edge: state for edge, state in self._edges.items() if edge.namespace != namespace}
         self._bases.pop(namespace, None)
+
+
+def _features(z: Tensor, t: Tensor) -> Tensor:
+    """fp32 [n, F] of ``z`` [n, m] at span offsets ``t`` [n]: fading z, then the constants that carry the mean delta."""
+    tokens = z[:, None] * fading(t, TOKEN_DECAYS)[:, :, None]
+    return torch.cat([tokens.flatten(1), fading(t, MEAN_DECAYS)], dim=1)
 
 
 def token_weights(t: Tensor) -> Tensor:

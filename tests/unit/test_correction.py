@@ -54,12 +54,12 @@ def low_rank(seed: int, n: int, rank: int, start: int = 0) -> LowRankDelta:
     return LowRankDelta(left_k, right_k, left_v, right_v, start)
 
 
-def affine(seed: int, m: int, token_decays: tuple[float, ...], mean_decays: tuple[float, ...]) -> AffineDelta:
-    rows = m * len(token_decays) + len(mean_decays)
+def affine(seed: int, r: int, token_decays: tuple[float, ...], mean_decays: tuple[float, ...]) -> AffineDelta:
     return AffineDelta(
-        draw(seed, LAYERS, 2 * WIDTH, m) / WIDTH,
-        draw(seed + 1, LAYERS, m),
-        draw(seed + 2, LAYERS, rows, 2 * WIDTH),
+        draw(seed, LAYERS, 2 * WIDTH, r * len(token_decays)) / WIDTH,
+        draw(seed + 1, LAYERS, r * len(token_decays)),
+        draw(seed + 2, LAYERS, r, 2 * WIDTH),
+        draw(seed + 3, LAYERS, len(mean_decays), 2 * WIDTH),
         token_decays,
         mean_decays,
     )
@@ -86,10 +86,12 @@ def oracle_delta(
         )
         return left_k[layer, row] @ right_k[layer], left_v[layer, row] @ right_v[layer]
     assert isinstance(delta, AffineDelta)
-    project, shift, weight = (x.double().numpy() for x in (delta.project, delta.shift, delta.weight))
-    z = np.concatenate([k, v]) @ project[layer] + shift[layer]
-    terms = [z / (1 + t / tau) for tau in delta.token_decays] + [[1 / (1 + t / tau)] for tau in delta.mean_decays]
-    both = np.concatenate(terms) @ weight[layer]
+    project, shift, weight, bias = (
+        x[layer].double().numpy() for x in (delta.project, delta.shift, delta.weight, delta.bias)
+    )
+    blocks = (np.concatenate([k, v]) @ project + shift).reshape(len(delta.token_decays), -1)
+    h = sum(z / (1 + t / tau) for z, tau in zip(blocks, delta.token_decays, strict=True))
+    both = h @ weight + sum(row / (1 + t / tau) for row, tau in zip(bias, delta.mean_decays, strict=True))
     return both[:WIDTH], both[WIDTH:]
 
 
@@ -342,4 +344,4 @@ def test_factors_that_do_not_fit_are_refused() -> None:
     with pytest.raises(ValueError, match="agree"):
         LowRankDelta(good.left_k[:, :3], good.right_k, good.left_v, good.right_v)
     with pytest.raises(ValueError, match="weight"):
-        AffineDelta(torch.zeros(2, 8, 3), torch.zeros(2, 3), torch.zeros(2, 5, 8), (5.0,), (5.0,))
+        AffineDelta(torch.zeros(2, 8, 3), torch.zeros(2, 3), torch.zeros(2, 2, 8), torch.zeros(2, 1, 8), (5.0,), (5.0,))
