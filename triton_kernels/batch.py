@@ -52,7 +52,11 @@ class Group:
 
 @dataclass(frozen=True)
 class CorrectionPlan:
-    """What ``run`` needs, device tensors only. ``rows`` is the number of tokens, over all groups."""
+    """What ``run`` needs, device tensors only.
+
+    ``rows``: tokens, over all groups. ``slots``: the least number of slots that the pool must have.
+    ``backend``: a name, or "auto".
+    """
 
     groups: tuple[Group, ...]
     table: RotaryTable
@@ -60,3 +64,4 @@ class CorrectionPlan:
     head_dim: int
     backend: str
     rows: int
+    slots: int

@@ -10,7 +10,9 @@ with fp32 arithmetic and one rounding to the pool's dtype at the end. Layer 0 is
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,7 +21,9 @@ from .batch import CorrectionPlan, Group, Segment
 from .delta import Delta, ZeroDelta
 from .rope import RotaryTable
 
-BACKENDS = ("auto", "torch")
+BACKENDS = ("auto", "cpu", "torch")
+_PREFERRED = ("cpu",)
+"""What "auto" tries, in this order, before the torch reference."""
 
 
 def _check(segments: Sequence[Segment], table: RotaryTable, width: int) -> None:
@@ -49,13 +53,15 @@ def _check(segments: Sequence[Segment], table: RotaryTable, width: int) -> None:
             )
 
 
-def _check_slots(source: Tensor, target: Tensor) -> None:
+def _check_slots(source: Tensor, target: Tensor) -> int:
+    """The number of slots that a pool with all these must have."""
     if source.numel() and min(int(source.min()), int(target.min())) < 0:
         raise ValueError("source_slots and target_slots must not be negative")
     if torch.unique(target).numel() != target.numel():
         raise ValueError("target_slots holds a slot twice: every row needs a slot of its own")
     if torch.isin(target, source).any():
         raise ValueError("source_slots and target_slots overlap: a row would be read after it was overwritten")
+    return 1 + max(int(source.max()), int(target.max())) if source.numel() else 0
 
 
 def _group(segments: Sequence[Segment], table: RotaryTable, delta: Delta | None) -> Group:
@@ -101,8 +107,9 @@ def plan(
     if table.rotary_dim > head_dim:
         raise ValueError(f"rotary_dim is {table.rotary_dim}: it must be at most head_dim, {head_dim}")
     _check(segments, table, kv_heads * head_dim)
+    slots = 0
     if segments:
-        _check_slots(
+        slots = _check_slots(
             torch.cat([one.source_slots for one in segments]), torch.cat([one.target_slots for one in segments])
         )
     by_delta: dict[int, tuple[Delta | None, list[Segment]]] = {}
@@ -112,7 +119,7 @@ def plan(
             by_delta.setdefault(id(delta), (delta, []))[1].append(one)
     groups = tuple(_group(members, table, delta) for delta, members in by_delta.values())
     rows = sum(group.source.numel() for group in groups)
-    return CorrectionPlan(groups, table, kv_heads, head_dim, "torch" if backend == "auto" else backend, rows)
+    return CorrectionPlan(groups, table, kv_heads, head_dim, backend, rows, slots)
 
 
 def run(plan: CorrectionPlan, k_buffers: Sequence[Tensor], v_buffers: Sequence[Tensor]) -> None:
@@ -128,10 +135,29 @@ def run(plan: CorrectionPlan, k_buffers: Sequence[Tensor], v_buffers: Sequence[T
                 raise ValueError(
                     f"{name}[{layer}] is {list(buffer.shape)}: it must be [slots, {plan.kv_heads}, {plan.head_dim}]"
                 )
+            if buffer.shape[0] < plan.slots:
+                raise ValueError(f"{name}[{layer}] has {buffer.shape[0]} slots: the plan needs {plan.slots}")
     for group in plan.groups:
         if group.delta is not None and group.delta.layers != len(k_buffers):
             raise ValueError(f"a delta has {group.delta.layers} layers: the pool has {len(k_buffers)}")
 
-    from . import torch_backend
+    if plan.groups and k_buffers:
+        _module(plan.backend, k_buffers[0].device, k_buffers[0].dtype).run(plan, k_buffers, v_buffers)
 
-    torch_backend.run(plan, k_buffers, v_buffers)
+
+def _module(name: str, device: torch.device, dtype: torch.dtype) -> Any:
+    """The backend called ``name``, or for "auto" the first that can work on such a pool.
+
+    Raises ValueError if the named one cannot.
+    """
+    if name == "auto":
+        for tried in _PREFERRED:
+            module = importlib.import_module(f"{__package__}.{tried}_backend")
+            if module.unavailable(device, dtype) is None:
+                return module
+        name = "torch"
+    module = importlib.import_module(f"{__package__}.{name}_backend")
+    reason = module.unavailable(device, dtype)
+    if reason is not None:
+        raise ValueError(f"backend {name!r} cannot be used: {reason}")
+    return module

@@ -64,7 +64,7 @@ class ZeroDelta:
 ZERO_DELTA = ZeroDelta()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class LowRankDelta:
     """A measured delta, factored: dK = left_k @ right_k, dV = left_v @ right_v, layer by layer.
 
@@ -114,7 +114,7 @@ def _product(left: Tensor, right: Tensor, layer: int, at: Tensor) -> Tensor:
     return left[layer].index_select(0, at).float() @ right[layer].float()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class AffineDelta:
     """A predicted delta: for each layer a low-rank affine map of the source's own KV, fading along the span.
 

@@ -11,6 +11,11 @@ from .batch import CorrectionError, CorrectionPlan, Group
 from .rope import RotaryTable, turn_
 
 
+def unavailable(device: torch.device, dtype: torch.dtype) -> str | None:
+    """None: torch runs on every device."""
+    return None
+
+
 def run(plan: CorrectionPlan, k_buffers: Sequence[Tensor], v_buffers: Sequence[Tensor]) -> None:
     """See ``correction.run``; arguments are checked there."""
     for group in plan.groups:
