@@ -6,10 +6,11 @@ estimator sees the run: the corrected KV against the true one, as a relative err
     e^2 = mean over layers of (|K - K'|^2 / |K|^2 + |V - V'|^2 / |V|^2) / 2.
 
 The energy of the error sits in the span's first tokens and hardly grows with its length (method, section 4),
-so ``q = e^2 * tokens`` is kept per edge and estimator, and a span of n tokens is predicted at
-``e = sqrt(q / n)``. The margin is one-sided: the largest of the recent pairs, raised the more the fewer
-there are. Errors along a chain add. The KL of the next-token distribution follows ``e^2`` with a factor that the
-audits of the edge measure (`audit`), the largest of the recent ones; the KL of a prompt's spans add.
+so ``q = e^2 * tokens`` is kept per edge and estimator, and a span of n tokens is predicted at ``e = sqrt(q / n)``.
+What the user is promised is the KL of the next-token distribution, so some pairs are audited (`audit`): their KL times
+tokens is kept as it was measured, and that of the others follows from the audited ones' KL per squared error.
+Both predictions take the largest of the newest pairs (older ones were made by an estimator that had seen less), with
+a margin that is the larger the fewer there are. Errors along a chain add; the KL of a prompt's spans adds.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ LEAST_FACTOR = 0.05
 MIN_PAIRS = 2
 """Held-out pairs before an edge is trusted at all."""
 
-MAX_PAIRS = 16
+MAX_PAIRS = 8
 MAX_EDGES = 1 << 14
 
 
@@ -43,9 +44,17 @@ class HeldOut:
     kl: float | None = None
 
     @property
-    def kl_per_squared_error(self) -> float | None:
-        """How much the next tokens mind this span's error."""
-        return None if self.kl is None or not self.q else self.kl * self.tokens / self.q
+    def noticed(self) -> float:
+        """KL times tokens of an audited pair: what the next tokens noticed of its error."""
+        return max((self.kl or 0.0) * self.tokens, LEAST_FACTOR * self.q)
+
+
+@dataclass(frozen=True)
+class Expected:
+    """Upper estimates: relative error of the corrected KV, and KL in nats."""
+
+    error: float
+    kl: float
 
 
 class Gate:
@@ -69,34 +78,38 @@ class Gate:
         """Number of held-out pairs kept for an edge."""
         return len(self._pairs.get((edge, estimator), ()))
 
-    def predict(self, edge: Edge, estimator: str, tokens: int) -> float | None:
-        """Upper estimate of the relative error for a span of ``tokens``; None when too little is known."""
+    def expect(self, edge: Edge, estimator: str, tokens: int, carried: float = 0.0) -> Expected | None:
+        """Upper estimates for a span of ``tokens``, from a source with accumulated error ``carried``; None when too
+        little is known."""
         pairs = self._pairs.get((edge, estimator))
         if pairs is None or len(pairs) < MIN_PAIRS:
             return None
-        margin = 1.0 + 1.0 / len(pairs)
         # Longer spans than any seen are predicted at the longest seen: extrapolation never helps a span.
-        longest = max(pair.tokens for pair in pairs)
-        return math.sqrt(max(pair.q for pair in pairs) * margin / min(tokens, longest))
+        share = (1.0 + 1.0 / len(pairs)) / min(tokens, max(pair.tokens for pair in pairs))
+        own = math.sqrt(max(pair.q for pair in pairs) * share)
+        audited = [pair for pair in pairs if pair.kl is not None]
+        seen = sum(pair.q for pair in audited)
+        factor = sum(pair.noticed for pair in audited) / seen if seen else KL_PER_SQUARED_ERROR
+        kl = share * max(pair.noticed if pair.kl is not None else factor * pair.q for pair in pairs)
+        total = carried + own
+        return Expected(total, kl * (total / own) ** 2 if own else factor * total * total)
 
     def audits(self, edge: Edge, estimator: str) -> int:
-        """Number of pairs of an edge whose KL was audited."""
-        return len(self._factors(edge, estimator))
+        """Number of an edge's pairs whose KL was audited."""
+        return len(self._audited(edge, estimator))
 
     def kl(self, edge: Edge, estimator: str, error: float) -> float:
-        """Predicted KL, nats, of KV with an accumulated relative error that was corrected on an edge.
+        """Predicted KL, nats, of KV whose relative error is known, on an edge.
 
         Where a span stands and what is asked about it decide how much of its error the next tokens notice: by more than
-        a hundred times between edges. Audits of the edge measure it; without any, the most that was seen is assumed.
+        a hundred times between edges. The worst audit of the edge says; without any, the most that was seen is assumed.
         """
-        factors = self._factors(edge, estimator)
-        if not factors:
-            return KL_PER_SQUARED_ERROR * error * error
-        return max(LEAST_FACTOR, *factors) * error * error
+        audited = [pair for pair in self._audited(edge, estimator) if pair.q]
+        factor = max((pair.noticed / pair.q for pair in audited), default=KL_PER_SQUARED_ERROR)
+        return factor * error * error
 
-    def _factors(self, edge: Edge, estimator: str) -> list[float]:
-        pairs = self._pairs.get((edge, estimator), ())
-        return [factor for pair in pairs if (factor := pair.kl_per_squared_error) is not None]
+    def _audited(self, edge: Edge, estimator: str) -> list[HeldOut]:
+        return [pair for pair in self._pairs.get((edge, estimator), ()) if pair.kl is not None]
 
     def admits(self, kl: float) -> bool:
         """Whether a predicted KL is inside the budget."""

@@ -9,7 +9,7 @@ from kvcmas_sgl.radix_ext.blocks import Tokens
 from kvcmas_sgl.radix_ext.decision import Base, Piece, Reason, SpanReport
 from kvcmas_sgl.radix_ext.delta_store import Rows, join
 from kvcmas_sgl.radix_ext.estimators import Estimator
-from kvcmas_sgl.radix_ext.gate import Gate
+from kvcmas_sgl.radix_ext.gate import Expected, Gate
 from kvcmas_sgl.radix_ext.request import AUTO_ROLE, AgentRequest
 from kvcmas_sgl.radix_ext.sources import Agent, Match, Place, Source, digest, edge
 from kvcmas_sgl.triton_kernels import Delta
@@ -162,27 +162,30 @@ class Planner:
         context = request.context(match.start)
         length = match.stop - match.start
 
-        def piece(base: Base, estimator: str, error: float, exact: bool = False) -> Piece:
-            total = base.source.error + error
-            kl = self.gate.kl(edge(base.agent, consumer), self.default, total)
-            return Piece(number, match.start, match.stop, base, estimator, total, kl, context, exact)
+        def piece(base: Base, estimator: str, expected: Expected, exact: bool = False) -> Piece:
+            start, stop = match.start, match.stop
+            return Piece(number, start, stop, base, estimator, expected.error, expected.kl, context, exact)
+
+        def known(base: Base, error: float) -> Expected:
+            error += base.source.error
+            return Expected(error, self.gate.kl(edge(base.agent, consumer), self.default, error))
 
         candidates = []
         for base in bases:
             if wish.estimator is None and base.offset == 0 and base.source.context == context:
                 # The same tokens stand before it: its KV is the same, whatever the role is called.
-                candidates.append(piece(base, IDENTICAL, 0.0, base.source.exact))
+                candidates.append(piece(base, IDENTICAL, known(base, 0.0), base.source.exact))
                 continue
             if wish.estimator is None and base.offset == 0 and length == base.source.length:
                 rows = self.own_rows(base.source, own_key(consumer, context))
                 if rows:
-                    candidates.append(piece(base, OWN, rows[0].factors.error))
+                    candidates.append(piece(base, OWN, known(base, rows[0].factors.error)))
             name = wish.estimator or self.default
-            predicted = self.gate.predict(edge(base.agent, consumer), name, length)
-            if predicted is not None:
-                candidates.append(piece(base, name, predicted))
+            expected = self.gate.expect(edge(base.agent, consumer), name, length, base.source.error)
+            if expected is not None:
+                candidates.append(piece(base, name, expected))
         if not candidates and wish.always:
-            candidates.append(piece(bases[0], NONE, 0.0))
+            candidates.append(piece(bases[0], NONE, known(bases[0], 0.0)))
         return min(candidates, key=lambda one: one.kl, default=None)
 
     def _agent_of(self, source: Source, offset: int) -> Agent:

@@ -215,9 +215,9 @@ def test_three_roles_reuse_from_whom_the_error_is_least() -> None:
     coder = next(s.agent for s in tree.cache.sources if s.agent.role == "coder")
     totals = {}
     for source in sources:
-        own = tree.cache.gate.predict(edge(source.agent, coder), "affine", N)
-        assert own is not None
-        totals[source.agent.role] = source.error + own
+        expected = tree.cache.gate.expect(edge(source.agent, coder), "affine", N, source.error)
+        assert expected is not None
+        totals[source.agent.role] = expected.error
     report = CODER.read(tree, text)
     assert report["reason"] == "reused"
     assert report["source"] == min(totals, key=lambda role: totals[role])

@@ -6,7 +6,7 @@ import math
 
 import pytest
 from kvcmas_sgl.radix_ext.estimators import Edge
-from kvcmas_sgl.radix_ext.gate import KL_PER_SQUARED_ERROR, LEAST_FACTOR, MIN_PAIRS, Gate
+from kvcmas_sgl.radix_ext.gate import KL_PER_SQUARED_ERROR, LEAST_FACTOR, MAX_PAIRS, MIN_PAIRS, Gate
 
 EDGE = Edge("s", "a", "b")
 
@@ -18,24 +18,35 @@ def gate_with(*pairs: tuple[float, int], max_kl: float = 0.02) -> Gate:
     return gate
 
 
+def error(gate: Gate, tokens: int) -> float:
+    expected = gate.expect(EDGE, "affine", tokens)
+    assert expected is not None
+    return expected.error
+
+
 def test_too_few_pairs_are_no_evidence() -> None:
-    assert gate_with(*[(0.001, 1000)] * (MIN_PAIRS - 1)).predict(EDGE, "affine", 1000) is None
-    assert gate_with(*[(0.001, 1000)] * MIN_PAIRS).predict(EDGE, "none", 1000) is None
+    assert gate_with(*[(0.001, 1000)] * (MIN_PAIRS - 1)).expect(EDGE, "affine", 1000) is None
+    assert gate_with(*[(0.001, 1000)] * MIN_PAIRS).expect(EDGE, "none", 1000) is None
 
 
-def test_the_prediction_is_the_worst_pair_with_its_margin() -> None:
+def test_the_error_is_that_of_the_worst_pair_with_its_margin() -> None:
     gate = gate_with((0.001, 1000), (0.003, 500))
     # q = e^2 n: 1.0 and 1.5; the margin for two pairs is 1 + 1/2.
-    assert gate.predict(EDGE, "affine", 250) == pytest.approx(math.sqrt(1.5 * 1.5 / 250))
-    assert gate.predict(EDGE, "affine", 1000) == pytest.approx(math.sqrt(1.5 * 1.5 / 1000))
+    assert error(gate, 250) == pytest.approx(math.sqrt(1.5 * 1.5 / 250))
+    assert error(gate, 1000) == pytest.approx(math.sqrt(1.5 * 1.5 / 1000))
     # No span gains from being longer than any that was seen.
-    assert gate.predict(EDGE, "affine", 10**6) == gate.predict(EDGE, "affine", 1000)
+    assert error(gate, 10**6) == error(gate, 1000)
 
 
 def test_more_evidence_never_widens_the_margin_of_equal_pairs() -> None:
-    predictions = [gate_with(*[(0.001, 1000)] * n).predict(EDGE, "affine", 1000) for n in (2, 4, 8)]
-    assert predictions == sorted(predictions, reverse=True)  # type: ignore[type-var]
-    assert predictions[-1] > math.sqrt(0.001)  # type: ignore[operator]
+    predictions = [error(gate_with(*[(0.001, 1000)] * n), 1000) for n in (2, 4, 8)]
+    assert predictions == sorted(predictions, reverse=True)
+    assert predictions[-1] > math.sqrt(0.001)
+
+
+def test_pairs_of_an_estimator_that_had_seen_less_are_forgotten() -> None:
+    later = [(0.001, 1000)] * MAX_PAIRS
+    assert error(gate_with((0.9, 1000), *later), 1000) == error(gate_with(*later), 1000)
 
 
 def test_a_broken_error_is_refused() -> None:
@@ -44,13 +55,22 @@ def test_a_broken_error_is_refused() -> None:
 
 
 def test_an_edge_that_was_never_audited_is_taken_for_the_worst_seen() -> None:
-    assert gate_with((0.001, 100)).kl(EDGE, "affine", 0.1) == pytest.approx(KL_PER_SQUARED_ERROR * 0.01)
+    gate = gate_with((0.001, 100), (0.001, 100))
+    expected = gate.expect(EDGE, "affine", 100)
+    assert expected is not None
+    assert expected.kl == pytest.approx(KL_PER_SQUARED_ERROR * expected.error**2)
+    assert gate.kl(EDGE, "affine", 0.1) == pytest.approx(KL_PER_SQUARED_ERROR * 0.01)
 
 
-def test_the_worst_audit_of_an_edge_says_what_its_error_does_to_the_next_tokens() -> None:
+def audited(*pairs: tuple[float, int, float | None]) -> Gate:
     gate = Gate(0.02)
-    for squared_error, tokens, kl in ((0.02, 80, 0.01), (0.04, 160, 0.05), (0.03, 80, None)):
+    for squared_error, tokens, kl in pairs:
         gate.record(EDGE, "affine", squared_error=squared_error, tokens=tokens, kl=kl)
+    return gate
+
+
+def test_the_worst_audit_of_an_edge_says_what_a_known_error_does_to_the_next_tokens() -> None:
+    gate = audited((0.02, 80, 0.01), (0.04, 160, 0.05), (0.03, 80, None))
     assert gate.audits(EDGE, "affine") == 2
     # 0.5 and 1.25 nats per squared error.
     assert gate.kl(EDGE, "affine", 0.2) == pytest.approx(1.25 * 0.04)
@@ -58,7 +78,37 @@ def test_the_worst_audit_of_an_edge_says_what_its_error_does_to_the_next_tokens(
     assert gate.kl(Edge("s", "b", "a"), "affine", 0.2) == pytest.approx(KL_PER_SQUARED_ERROR * 0.04)
 
 
+def test_the_kl_of_a_span_is_the_largest_that_was_measured_or_follows_from_a_pair() -> None:
+    """KL times tokens: 0.8 and 2.0 as audited; q 3.2 of the third times (0.8 + 2.0) / (1.6 + 1.6) = 2.8."""
+    gate = audited((0.02, 80, 0.01), (0.04, 40, 0.05), (0.04, 80, None))
+    expected = gate.expect(EDGE, "affine", 50)
+    assert expected is not None
+    assert expected.kl == pytest.approx(2.8 * (1 + 1 / 3) / 50)
+
+
+def test_a_large_error_that_nothing_noticed_and_a_small_one_that_was_noticed_are_not_multiplied() -> None:
+    gate = audited((0.10, 100, 0.01), (0.01, 100, 0.01))
+    expected = gate.expect(EDGE, "affine", 100)
+    assert expected is not None
+    assert expected.kl == pytest.approx(0.01 * 1.5)
+
+
+def test_the_error_of_the_source_adds_and_the_kl_grows_with_its_square() -> None:
+    gate = audited((0.02, 100, 0.01), (0.02, 100, 0.01))
+    fresh, chained = (gate.expect(EDGE, "affine", 100, carried) for carried in (0.0, 0.1))
+    assert fresh is not None and chained is not None
+    assert chained.error == pytest.approx(fresh.error + 0.1)
+    assert chained.kl == pytest.approx(fresh.kl * (chained.error / fresh.error) ** 2)
+
+
 def test_an_audit_that_shows_nothing_does_not_make_an_edge_free() -> None:
-    gate = Gate(0.02)
-    gate.record(EDGE, "affine", squared_error=0.02, tokens=80, kl=0.0)
+    gate = audited((0.02, 80, 0.0), (0.02, 80, 0.0))
+    expected = gate.expect(EDGE, "affine", 80)
+    assert expected is not None
+    assert expected.kl == pytest.approx(LEAST_FACTOR * 0.02 * 1.5)
     assert gate.kl(EDGE, "affine", 0.2) == pytest.approx(LEAST_FACTOR * 0.04)
+
+
+def test_a_span_without_any_error_costs_nothing() -> None:
+    expected = gate_with((0.0, 100), (0.0, 100)).expect(EDGE, "affine", 100)
+    assert expected is not None and expected.error == 0.0 and expected.kl == 0.0
