@@ -34,7 +34,8 @@ class KvcmasConfig:
     estimator
         Predictor of the delta for content that a role has not read: ``affine``, or ``none`` (rotate only).
     rank
-        Rank of the predicted delta: number of principal features per layer.
+        Rank of predicted deltas. On SmolLM2-135M 8 does as well as 128 (sum of KL over rotate-only's, four edges: 0.46,
+        0.83, 0.39, 0.36 against 0.45, 0.78, 0.37, 0.36), and the correction takes time in proportion.
     own_rank
         Rank of own deltas, measured on dense runs; 0 keeps none.
     min_span
@@ -55,7 +56,7 @@ class KvcmasConfig:
 
     policy: Policy = "gated"
     estimator: EstimatorName = "affine"
-    rank: int = 64
+    rank: int = 16
     own_rank: int = 32
     min_span: int = 64
     head: int = 0
@@ -130,7 +131,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         choices=get_args(Policy),
     )
     add("estimator", "Predictor of the delta for unseen content.", choices=get_args(EstimatorName))
-    add("rank", "Rank of the predicted delta, features per layer.", type=int)
+    add("rank", "Rank of predicted deltas.", type=int)
     add("own_rank", "Rank of own deltas kept on the source's nodes; 0 keeps none.", type=int)
     add("min_span", "Shortest span that is reused, tokens.", type=int)
     add("head", "First tokens of every span that are always computed.", type=int)

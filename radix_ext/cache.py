@@ -258,25 +258,32 @@ class DeltaRadixCache(UnifiedRadixCache):
         if request is None or self.disable:
             super().checkpoint(req, up_to=up_to, **kwargs)
             return
+        started = time.perf_counter()
         try:
             self._publisher.replace_corrected(req, request, up_to)
         except Exception:
             self.failed(request, "replacing corrected KV")
+        replaced = time.perf_counter()
         super().checkpoint(req, up_to=up_to, **kwargs)
+        inserted = time.perf_counter()
         try:
-            self._publisher.mark_placed(req, request, up_to)
-            if not request.published and up_to >= len(request.prompt):
-                request.published = True
-                self._publisher.publish_prompt(req, request)
-            self._settle(req, request, up_to)
-            if request.published and not request.answered and req.finished():
-                request.answered = True
-                self._publisher.publish_answer(req, request, up_to)
-                self.lessons.add(request, req.output_ids)
+            self._publish(req, request, up_to)
         except Exception:
             self.failed(request, "checkpoint")
+        self.statistics.publish_seconds += replaced - started + time.perf_counter() - inserted
         if self.learner.behind:
             self.learner.step(idle=False)
+
+    def _publish(self, req: Req, request: AgentRequest, up_to: int) -> None:
+        self._publisher.mark_placed(req, request, up_to)
+        if not request.published and up_to >= len(request.prompt):
+            request.published = True
+            self._publisher.publish_prompt(req, request)
+        self._settle(req, request, up_to)
+        if request.published and not request.answered and req.finished():
+            request.answered = True
+            self._publisher.publish_answer(req, request, up_to)
+            self.lessons.add(request, req.output_ids)
 
     def _settle(self, req: Req, request: AgentRequest, up_to: int) -> None:
         """Count the request once, when its prompt is complete."""

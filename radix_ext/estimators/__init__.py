@@ -12,7 +12,7 @@ ESTIMATORS = ("affine", "none")
 
 
 def make_estimator(name: str, *, layers: int, kv_heads: int, head_dim: int, rank: int) -> Estimator:
-    """The estimator called ``name``; ``rank`` is the number of features per token and layer that it may use.
+    """The estimator called ``name``; ``rank`` is that of the deltas that it predicts.
 
     Raises ValueError on an unknown name or a size below 1.
     """
