@@ -6,7 +6,7 @@ READY := $(VENV)/.ready
 REPORTS := reports
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lock demo examples test lint unit engine server bench-attention bench-spans clean
+.PHONY: help setup lock demo examples test lint unit engine server bench-attention bench-kernels bench-spans clean
 
 help: ## Show this help
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -53,6 +53,10 @@ server: setup ## Tests over HTTP, on one server
 
 bench-attention: setup ## CPU attention backend against torch_native (reports/cpu_attention.json)
 	$(BIN)/python benchmarks/cpu_attention.py
+
+bench-kernels: setup ## Correction op against a plain copy; reuse and learning against the dense prefill (reports/kernels.json)
+	$(BIN)/python -m benchmarks.kernels --reports $(REPORTS)
+	$(BIN)/python -m benchmarks.reuse_path --reports $(REPORTS)
 
 bench-spans: setup ## Several spans a prompt, agents at once: throughput against stock SGLang (reports/spans.json)
 	$(BIN)/python -m benchmarks.spans --reports $(REPORTS)

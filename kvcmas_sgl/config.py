@@ -42,6 +42,8 @@ class KvcmasConfig:
         Shortest span, in tokens, that is reused or learned from.
     head
         Tokens at the start of every span that are always computed: the error of a correction is concentrated there.
+        Measured on SmolLM2-135M in fp32 after 12 learned spans, KL as a share of rotate-only's without a head, on three
+        edges: 0.46, 0.38, 0.80 without, 0.35, 0.28, 0.61 with 16 tokens, 0.34, 0.26, 0.60 with 32.
     auto
         Whether requests without a hint are agents too: spans are found by their content.
     max_kl
@@ -59,7 +61,7 @@ class KvcmasConfig:
     rank: int = 16
     own_rank: int = 32
     min_span: int = 64
-    head: int = 0
+    head: int = 16
     auto: bool = False
     max_kl: float = 0.02
     state_bytes: int = 1 << 30

@@ -1,7 +1,7 @@
 """OpenAI form of the agent hint: the field ``kvcmas`` of a request, and the report in its response.
 
 ``extra_body={"kvcmas": {...}}`` of ``/v1/completions`` and ``/v1/chat/completions``. Fields ``role``, ``workflow``,
-``reuse``, ``policy`` and ``estimator`` are those of the native hint (`kvcmas_sgl.wire`); ``spans`` differs:
+``reuse``, ``policy``, ``estimator`` and ``head`` are those of the native hint (`kvcmas_sgl.wire`); ``spans`` differs:
 
 completions
     ``[start, end)`` pairs, ``"unit": "char"`` (default for text prompts) or ``"token"`` (default for token prompts).
@@ -23,6 +23,7 @@ from typing import Any, TypeGuard
 from kvcmas_sgl.wire import (
     MAX_SPANS,
     OPT_OUT,
+    OVERRIDES,
     AgentHint,
     HintError,
     Span,
@@ -31,8 +32,8 @@ from kvcmas_sgl.wire import (
 )
 
 FIELD = "kvcmas"
-_CHAT_FIELDS = ("role", "spans", "workflow", "reuse", "policy", "estimator", "auto")
-_COMPLETION_FIELDS = ("role", "spans", "unit", "workflow", "reuse", "policy", "estimator", "auto")
+_CHAT_FIELDS = ("role", "spans", "workflow", "reuse", *OVERRIDES, "auto")
+_COMPLETION_FIELDS = ("role", "spans", "unit", "workflow", "reuse", *OVERRIDES, "auto")
 _SPAN_FIELDS = ("message", "start", "end")
 
 

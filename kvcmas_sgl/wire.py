@@ -13,7 +13,8 @@ Payload fields:
 ``unit``      ``token`` (offsets into ``input_ids``; default) or ``char`` (offsets into ``text``).
 ``workflow``  optional name of the run that this request belongs to.
 ``reuse``     ``auto`` (default) or ``never``: prefill this request densely, and let it replace corrected KV.
-``policy``, ``estimator``  overrides of the server's settings, where it allows them (``--kvcmas-allow-overrides``).
+``policy``, ``estimator``, ``head``  overrides of the server's settings, where it allows them
+             (``--kvcmas-allow-overrides``).
 ``auto``      alone and false: this request is no agent's; spans are not looked for in it (``--kvcmas-auto``).
 
 Other actions in the envelope are ignored, as SGLang's contract says. This module imports no SGLang.
@@ -39,7 +40,11 @@ Unit = Literal["token", "char"]
 Reuse = Literal["auto", "never"]
 Span = tuple[int, int]
 
-_FIELDS = ("role", "spans", "unit", "workflow", "reuse", "policy", "estimator")
+OVERRIDES = ("policy", "estimator", "head")
+"""Fields that only a server with ``--kvcmas-allow-overrides`` accepts."""
+
+MAX_HEAD = 1 << 20
+_FIELDS = ("role", "spans", "unit", "workflow", "reuse", *OVERRIDES)
 
 
 class HintError(ValueError):
@@ -60,6 +65,7 @@ class AgentHint:
     reuse: Reuse = "auto"
     policy: Policy | None = None
     estimator: EstimatorName | None = None
+    head: int | None = None
 
     def payload(self) -> dict[str, Any]:
         """The JSON form; optional fields that are not set are left out."""
@@ -71,7 +77,7 @@ class AgentHint:
             "spans": [list(span) for span in self.spans],
             "reuse": self.reuse,
         }
-        for name in ("workflow", "policy", "estimator"):
+        for name in ("workflow", *OVERRIDES):
             if getattr(self, name) is not None:
                 values[name] = getattr(self, name)
         return values
@@ -88,6 +94,7 @@ def agent_hint(
     reuse: Reuse | None = None,
     policy: Policy | None = None,
     estimator: EstimatorName | None = None,
+    head: int | None = None,
 ) -> dict[str, Any]:
     """Build the ``kv_hints`` envelope for one request.
 
@@ -101,6 +108,7 @@ def agent_hint(
         "reuse": reuse,
         "policy": policy,
         "estimator": estimator,
+        "head": head,
     }
     return hint_envelope(parse_payload({name: value for name, value in values.items() if value is not None}))
 
@@ -149,6 +157,7 @@ def parse_payload(payload: Mapping[str, Any]) -> AgentHint:
         reuse=_choice(payload, "reuse", get_args(Reuse)) or "auto",
         policy=_choice(payload, "policy", get_args(Policy)),
         estimator=_choice(payload, "estimator", get_args(EstimatorName)),
+        head=_head(payload.get("head")),
     )
 
 
@@ -175,6 +184,12 @@ def to_token_spans(spans: Sequence[Span], offsets: Sequence[Span]) -> tuple[Span
         if first < last:
             result.append((first, last))
     return tuple(result)
+
+
+def _head(value: Any) -> int | None:
+    if value is None or (isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MAX_HEAD):
+        return value
+    raise HintError(f"head is {_shown(value)}, but must be an integer from 0 to {MAX_HEAD} (tokens).")
 
 
 def _spans(value: Any) -> tuple[Span, ...]:

@@ -29,12 +29,20 @@ Forward = Callable[[Tokens, Tensor, Sequence[tuple[int, int]]], Tensor]
 
 @dataclass(frozen=True)
 class Stretch:
-    """A stretch of the prompt that the request computed, and KV of the same tokens that others hold, best first."""
+    """A stretch of the prompt that the request computed, and KV of the same tokens that others hold, best first.
+
+    Its first ``head`` tokens would be computed in any case.
+    """
 
     consumer: Base
     bases: tuple[Base, ...]
     start: int
     stop: int
+    head: int = 0
+
+    @property
+    def corrected_from(self) -> int:
+        return min(self.start + self.head, self.stop)
 
 
 @dataclass(frozen=True)
@@ -122,7 +130,11 @@ class Auditor:
         source = None if base is None else self._slots_of(base.source)
         if path is None or (base is not None and source is None):
             return None
-        length = 0 if stretch is None else stretch.stop - stretch.start
+        length = 0
+        if stretch is not None:
+            length = stretch.stop - stretch.corrected_from
+            if stretch.head:
+                rows = [(stretch.start, stretch.corrected_from), *rows]
         fresh = torch.cat([torch.arange(start, stop) for start, stop in rows]).to(path.device)
         taken = self._allocate(length + fresh.numel())
         if taken is None:
@@ -132,13 +144,14 @@ class Auditor:
             slots[: path.shape[0]] = path
             slots[fresh] = taken[length:]
             if stretch is not None and base is not None and source is not None:
-                slots[stretch.start : stretch.stop] = taken[:length]
+                slots[stretch.corrected_from : stretch.stop] = taken[:length]
+                offset = base.offset + stretch.corrected_from - stretch.start
                 segment = Segment(
-                    source_slots=source[base.offset : base.offset + length],
+                    source_slots=source[offset : offset + length],
                     target_slots=taken[:length],
-                    source_start=base.source.start + base.offset,
-                    target_start=stretch.start,
-                    offset=base.offset,
+                    source_start=base.source.start + offset,
+                    target_start=stretch.corrected_from,
+                    offset=offset,
                     delta=delta,
                 )
                 view = self._view

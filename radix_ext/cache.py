@@ -86,14 +86,12 @@ class DeltaRadixCache(UnifiedRadixCache):
             self.spans.resident,
             self.sources.agent_prefix,
             min_span=config.min_span,
-            head=config.head,
         )
         harvester = Harvester(
             view,
             self.estimators,
             self.gate,
             own_rank=config.own_rank,
-            head=config.head,
             audited=config.estimator,
             slots_of=self.spans.slots,
             attach=self.spans.attach,
@@ -153,9 +151,7 @@ class DeltaRadixCache(UnifiedRadixCache):
                 if not request.settled and request.hit < span.stop:
                     span.reason = Reason.DECLINED
         else:
-            override = request.hint.estimator if request.hint and self.config.allow_overrides else None
-            wish = Wish(override, always=self._policy(request) == "always")
-            request.pieces = self.planner.plan(request, wish, spent)
+            request.pieces = self.planner.plan(request, self._wish(request), spent)
         request.publish_report()
         return result
 
@@ -197,6 +193,13 @@ class DeltaRadixCache(UnifiedRadixCache):
 
     def _declined(self, request: AgentRequest) -> bool:
         return (request.hint is not None and request.hint.reuse == "never") or self._policy(request) == "learn"
+
+    def _wish(self, request: AgentRequest) -> Wish:
+        always = self._policy(request) == "always"
+        hint = request.hint if self.config.allow_overrides else None
+        if hint is None:
+            return Wish(None, always, self.config.head)
+        return Wish(hint.estimator, always, self.config.head if hint.head is None else hint.head)
 
     def _policy(self, request: AgentRequest) -> str:
         override = request.hint.policy if request.hint and self.config.allow_overrides else None

@@ -50,13 +50,14 @@ class ErrorMeter:
 class HarvestJob:
     """What one dense run can teach: a stretch of ``length`` tokens as its reader computed it, and as others hold it.
 
-    ``bases`` come best first; ``own`` is the name under which the measured delta is kept; ``audits`` has the KL, nats,
-    of the edges that were audited on this run.
+    ``bases`` come best first; ``head`` tokens at its start would be computed in any case; ``own`` is the name under
+    which the measured delta is kept; ``audits`` has the KL, nats, of the edges that were audited on this run.
     """
 
     consumer: Base
     bases: tuple[Base, ...]
     length: int
+    head: int
     own: str
     audits: Mapping[Edge, float] = field(default_factory=dict)
 
@@ -66,8 +67,6 @@ class Harvester:
 
     Parameters
     ----------
-    head
-        First tokens of a span that are always computed: they have no error.
     audited
         The estimator that audits look at.
     slots_of
@@ -83,7 +82,6 @@ class Harvester:
         gate: Gate,
         *,
         own_rank: int,
-        head: int,
         audited: str,
         slots_of: Callable[[Source], Tensor | None],
         attach: Callable[[Source, str, Rows], None],
@@ -92,7 +90,6 @@ class Harvester:
         self.estimators = estimators
         self.gate = gate
         self.own_rank = own_rank
-        self.head = head
         self.audited = audited
         self.slots_of = slots_of
         self.attach = attach
@@ -136,7 +133,7 @@ class Harvester:
         predictions = {name: estimator.predict(on) for name, estimator in self.estimators.items()}
         meters = {name: ErrorMeter() for name, delta in predictions.items() if delta is not None}
         # What is always computed has no error.
-        corrected = (t + job.consumer.offset >= self.head).float()[:, None]
+        corrected = (t >= job.head).float()[:, None]
         at = t + base.offset
         # Layer 0 depends on the token alone: it is exact after rotation and would only dilute the error.
         for layers in _chunks(0, self.view.layers):

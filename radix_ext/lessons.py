@@ -44,7 +44,7 @@ class Lessons:
         stretches = []
         for job in jobs:
             start = job.consumer.source.start + job.consumer.offset
-            stretches.append(Stretch(job.consumer, job.bases, start, start + job.length))
+            stretches.append(Stretch(job.consumer, job.bases, start, start + job.length, job.head))
         return AuditJob(
             tokens=np.concatenate([request.prompt, np.array(answer[:ANSWER_TOKENS], np.int64)]),
             prompt_length=len(request.prompt),

@@ -29,10 +29,12 @@ def own_key(agent: Agent, context: str) -> str:
 
 @dataclass(frozen=True)
 class Wish:
-    """How one request wants to be planned: its override of the estimator, and whether the budget counts."""
+    """How one request is to be planned: its override of the estimator, whether the budget counts, and how many of a
+    span's first tokens are always computed."""
 
-    estimator: str | None
-    always: bool
+    estimator: str | None = None
+    always: bool = False
+    head: int = 0
 
 
 class Planner:
@@ -46,8 +48,8 @@ class Planner:
         Whether a source's node still is in the tree.
     agent_prefix
         Names the agent of a prompt that was found by content (`SourceIndex.agent_prefix`).
-    min_span, head
-        Shortest span, and how many of a span's first tokens are always computed; in tokens.
+    min_span
+        Shortest span, tokens.
     """
 
     def __init__(
@@ -60,7 +62,6 @@ class Planner:
         agent_prefix: Callable[[str, Tokens, int | None], tuple[int, str]],
         *,
         min_span: int,
-        head: int,
     ) -> None:
         self.estimators = estimators
         self.default = default
@@ -69,7 +70,6 @@ class Planner:
         self.resident = resident
         self.agent_prefix = agent_prefix
         self.min_span = min_span
-        self.head = head
 
     def plan(self, request: AgentRequest, wish: Wish, spent: float) -> list[Piece]:
         """What to place in the prompt's ``[hit, limit)``; the spans' reports get the reason of what is not.
@@ -147,7 +147,7 @@ class Planner:
             choice = self._best(request, number, match, bases, wish) if bases else None
             if choice is not None:
                 # A copy of KV that was computed over the same tokens needs no exact head.
-                start = max(request.hit, span.start + (0 if choice.estimator == IDENTICAL else self.head))
+                start = max(request.hit, span.start + (0 if choice.estimator == IDENTICAL else wish.head))
                 piece = choice.cut(start, request.limit)
                 if piece is not None and piece.stop - piece.start >= min(SHORTEST_PIECE, self.min_span):
                     pieces.append(piece)

@@ -10,7 +10,7 @@ from kvcmas_sgl.radix_ext.harvest import HarvestJob
 from kvcmas_sgl.radix_ext.node_marks import Provenance, mark_corrected, mark_exact, path_to, provenance, slots
 from kvcmas_sgl.radix_ext.planner import own_key
 from kvcmas_sgl.radix_ext.request import AgentRequest
-from kvcmas_sgl.radix_ext.sources import Agent, Match, Source, as_tokens
+from kvcmas_sgl.radix_ext.sources import Agent, Source, as_tokens
 from sglang.srt.mem_cache.base_prefix_cache import InsertParams, MatchPrefixParams
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
@@ -89,7 +89,7 @@ class Publisher:
             node = self._cut(req, path, len(prompt))
             content = cache.sources.content(request.scope, prompt)
             source = self._source(node, content_start=0, content=content, agent=None, context=request.context(0))
-            jobs = [job for matches in request.matches for job in self._jobs(request, source, matches)]
+            jobs = [job for number in range(len(request.matches)) for job in self._jobs(request, source, number)]
             cache.sources.add(source)
             request.content = content
         else:
@@ -131,14 +131,15 @@ class Publisher:
             agent=request.agent(span.start),
             context=request.context(span.start),
         )
-        jobs = self._jobs(request, source, request.matches[number])
+        jobs = self._jobs(request, source, number)
         self._cache.sources.add(source)
         return jobs
 
-    def _jobs(self, request: AgentRequest, source: Source, matches: list[Match]) -> list[HarvestJob]:
+    def _jobs(self, request: AgentRequest, source: Source, number: int) -> list[HarvestJob]:
         """What the stretches of a span that this request computed can teach."""
         planner, jobs = self._cache.planner, []
-        for match in matches:
+        head_stop = request.report.spans[number].start + self._cache.config.head
+        for match in request.matches[number]:
             if not source.computed or request.hit >= match.stop:
                 continue
             consumer, context = request.agent(match.start), request.context(match.start)
@@ -147,8 +148,8 @@ class Publisher:
             bases = [base for base in bases if base.offset or base.source.context != context]
             if bases:
                 own = Base(source, consumer, match.start - source.start)
-                length = match.stop - match.start
-                jobs.append(HarvestJob(own, tuple(bases[:MAX_BASES]), length, own_key(consumer, context)))
+                length, head = match.stop - match.start, max(0, head_stop - match.start)
+                jobs.append(HarvestJob(own, tuple(bases[:MAX_BASES]), length, head, own_key(consumer, context)))
         return jobs
 
     def _source(

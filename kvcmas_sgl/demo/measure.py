@@ -181,5 +181,5 @@ def _hint(role: str, prompt: TokenPrompt) -> dict[str, Any]:
 
 
 def _rotate_only(role: str, prompt: TokenPrompt) -> dict[str, Any]:
-    hint = agent_hint(role, prompt.spans, policy="always", estimator="none")
+    hint = agent_hint(role, prompt.spans, policy="always", estimator="none", head=0)
     return {"kv_hints": hint, "cache_salt": ROTATE_ONLY_SALT}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -10,7 +11,17 @@ from sglang.srt.managers.kv_hints import KvHintsEnvelope
 from sglang.srt.runtime_context import get_memory
 
 from kvcmas_sgl.config import RADIX_CACHE_BACKEND, published_config
-from kvcmas_sgl.wire import ACTION_TYPE, OPT_OUT, AgentHint, HintError, Span, check_range, find_hint, to_token_spans
+from kvcmas_sgl.wire import (
+    ACTION_TYPE,
+    OPT_OUT,
+    OVERRIDES,
+    AgentHint,
+    HintError,
+    Span,
+    check_range,
+    find_hint,
+    to_token_spans,
+)
 
 REPORT_KEY = "kvcmas"
 
@@ -27,7 +38,7 @@ def after_validate_one_request(result: None, manager: Any, obj: Any, input_ids: 
     if hint is None or hint == OPT_OUT:
         return
     config = published_config()
-    for field in ("policy", "estimator"):
+    for field in OVERRIDES:
         if getattr(hint, field) is not None and not (config and config.allow_overrides):
             raise HintError(
                 f"{field} is {getattr(hint, field)!r}, but this server runs without --kvcmas-allow-overrides."
@@ -61,14 +72,7 @@ def _in_tokens(manager: Any, obj: Any, hint: AgentHint, input_ids: list[int]) ->
     if not isinstance(text, str):
         raise HintError("unit is 'char', but the request has no text: mark spans of input_ids in tokens.")
     check_range(hint, len(text), "characters")
-    return AgentHint(
-        role=hint.role,
-        spans=_token_spans(manager.tokenizer, text, input_ids, hint.spans),
-        workflow=hint.workflow,
-        reuse=hint.reuse,
-        policy=hint.policy,
-        estimator=hint.estimator,
-    )
+    return replace(hint, unit="token", spans=_token_spans(manager.tokenizer, text, input_ids, hint.spans))
 
 
 def _token_spans(tokenizer: Any, text: str, input_ids: list[int], spans: tuple[Span, ...]) -> tuple[Span, ...]:

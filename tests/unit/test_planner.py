@@ -36,8 +36,8 @@ class Case:
             lambda source: True,
             self.index.agent_prefix,
             min_span=16,
-            head=head,
         )
+        self.head = head
 
     def source(self, role: str, *, error: float = 0.0, context: str = "elsewhere", tokens: object = CONTENT) -> Source:
         content = self.index.content("s", np.array(tokens))
@@ -64,7 +64,7 @@ class Case:
             for match in self.index.find("s", request.prompt, span.start, span.stop)
         ]
         request.found(matches, self.index.version)
-        return self.planner.plan(request, Wish(None, always), spent)
+        return self.planner.plan(request, Wish(None, always, self.head), spent)
 
     def reason(self, request: AgentRequest) -> Reason:
         assert self.plan(request) == []

@@ -20,15 +20,16 @@ from kvcmas_sgl.wire import (
 
 
 def test_a_hint_survives_sglangs_own_decoder() -> None:
-    envelope = agent_hint("critic", [(3, 9), (12, 20)], unit="char", workflow="w", reuse="never")
+    envelope = agent_hint("critic", [(3, 9), (12, 20)], unit="char", workflow="w", reuse="never", head=8)
     hint = find_hint(decode_kv_hints_envelope(envelope))
     assert hint is not None
-    assert (hint.role, hint.spans, hint.unit, hint.workflow, hint.reuse) == (
+    assert (hint.role, hint.spans, hint.unit, hint.workflow, hint.reuse, hint.head) == (
         "critic",
         ((3, 9), (12, 20)),
         "char",
         "w",
         "never",
+        8,
     )
 
 
@@ -57,6 +58,9 @@ BAD_PAYLOADS = {
     "unit is 'word'": {"role": "a", "unit": "word"},
     "reuse is 'often'": {"role": "a", "reuse": "often"},
     "workflow is ''": {"role": "a", "workflow": ""},
+    "head is -1": {"role": "a", "head": -1},
+    "head is True": {"role": "a", "head": True},
+    "head is '16'": {"role": "a", "head": "16"},
     "policy is 'maybe'": {"role": "a", "policy": "maybe"},
     "unknown field 'colour'": {"role": "a", "colour": 1},
 }
