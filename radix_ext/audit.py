@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from kvcmas_sgl.radix_ext.blocks import Tokens
 from kvcmas_sgl.radix_ext.decision import Base
@@ -31,7 +32,8 @@ Forward = Callable[[Tokens, Tensor, Sequence[tuple[int, int]]], Tensor]
 class Stretch:
     """A stretch of the prompt that the request computed, and KV of the same tokens that others hold, best first.
 
-    Its first ``head`` tokens would be computed in any case.
+    Its first ``head`` tokens would be computed in any case. ``heavy``: of each base, offsets of the tokens that would
+    be computed too in a second way of correcting it, or None.
     """
 
     consumer: Base
@@ -39,6 +41,7 @@ class Stretch:
     start: int
     stop: int
     head: int = 0
+    heavy: tuple[np.ndarray | None, ...] = ()
 
     @property
     def corrected_from(self) -> int:
@@ -50,7 +53,7 @@ class AuditJob:
     """A finished request: its prompt and answer, its marked spans, and the stretches to audit.
 
     ``last`` is the source that ends last in the prompt: its path holds the KV of everything before. ``results`` takes
-    the KL, nats, of every edge that was audited.
+    the KL, nats, of every edge that was audited, without and with heavy hitters computed.
     """
 
     tokens: Tokens
@@ -58,7 +61,24 @@ class AuditJob:
     spans: tuple[tuple[int, int], ...]
     stretches: tuple[Stretch, ...]
     last: Source
-    results: dict[Edge, float] = field(default_factory=dict)
+    results: dict[tuple[Edge, bool], float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One stretch corrected from one base; ``heavy``: offsets of tokens inside it that are computed, or None."""
+
+    stretch: Stretch
+    base: Base
+    delta: Delta
+    heavy: np.ndarray | None
+
+    @property
+    def rows(self) -> list[tuple[int, int]]:
+        """Runs of tokens of the stretch that are computed."""
+        head = [(self.stretch.start, self.stretch.corrected_from)] if self.stretch.head else []
+        tokens = [] if self.heavy is None else (self.stretch.start + self.heavy).tolist()
+        return head + [(token, token + 1) for token in tokens]
 
 
 class Auditor:
@@ -103,38 +123,39 @@ class Auditor:
             rows = audit_rows(job.spans, stretch.stop, job.prompt_length, len(job.tokens))
             compared = sum(stop >= job.prompt_length for _, stop in rows)
             truth: Tensor | None = None
-            for base in stretch.bases:
+            for number, base in enumerate(stretch.bases):
                 on, delta = edge(base.agent, stretch.consumer.agent), self._predict(base, stretch.consumer)
                 if delta is None or not compared or not self._wanted(on):
                     continue
                 if truth is None:
                     truth = self._run(job, rows, forward)
                     yield
-                other = None if truth is None else self._run(job, rows, forward, stretch, base, delta)
-                if truth is None or other is None:
-                    return
-                job.results[on] = mean_kl(truth[-compared:], other[-compared:])
-                yield
+                second = stretch.heavy[number] if stretch.heavy else None
+                for heavy in (None,) if second is None else (None, second):
+                    if (on, heavy is not None) in job.results:
+                        continue
+                    other = None if truth is None else self._run(job, rows, forward, Trial(stretch, base, delta, heavy))
+                    if truth is None or other is None:
+                        return
+                    job.results[on, heavy is not None] = mean_kl(truth[-compared:], other[-compared:])
+                    yield
 
     def _run(
         self,
         job: AuditJob,
         rows: Sequence[tuple[int, int]],
         forward: Forward,
-        stretch: Stretch | None = None,
-        base: Base | None = None,
-        delta: Delta | None = None,
+        trial: Trial | None = None,
     ) -> Tensor | None:
         """Logits of the rows, over the computed KV or with one stretch corrected; None when KV or room is gone."""
         path = self._path_of(job.last)
-        source = None if base is None else self._slots_of(base.source)
-        if path is None or (base is not None and source is None):
+        source = None if trial is None else self._slots_of(trial.base.source)
+        if path is None or (trial is not None and source is None):
             return None
         length = 0
-        if stretch is not None:
-            length = stretch.stop - stretch.corrected_from
-            if stretch.head:
-                rows = [(stretch.start, stretch.corrected_from), *rows]
+        if trial is not None:
+            length = trial.stretch.stop - trial.stretch.corrected_from
+            rows = [*trial.rows, *rows]
         fresh = torch.cat([torch.arange(start, stop) for start, stop in rows]).to(path.device)
         taken = self._allocate(length + fresh.numel())
         if taken is None:
@@ -142,8 +163,8 @@ class Auditor:
         try:
             slots = path.new_zeros(len(job.tokens))
             slots[: path.shape[0]] = path
-            slots[fresh] = taken[length:]
-            if stretch is not None and base is not None and source is not None:
+            if trial is not None and source is not None:
+                stretch, base = trial.stretch, trial.base
                 slots[stretch.corrected_from : stretch.stop] = taken[:length]
                 offset = base.offset + stretch.corrected_from - stretch.start
                 segment = Segment(
@@ -152,11 +173,12 @@ class Auditor:
                     source_start=base.source.start + offset,
                     target_start=stretch.corrected_from,
                     offset=offset,
-                    delta=delta,
+                    delta=trial.delta,
                 )
                 view = self._view
                 batch = plan([segment], view.table, head_dim=view.head_dim, kv_heads=view.kv_heads)
                 run(batch, view.k_buffers, view.v_buffers)
+            slots[fresh] = taken[length:]
             return forward(job.tokens, slots, rows)
         finally:
             self._free(taken)

@@ -106,7 +106,7 @@ class DeltaRadixCache(UnifiedRadixCache):
             allocate=self._take_free,
             free=self.token_to_kv_pool_allocator.free,
         )
-        self.lessons = Lessons(harvester, auditor, self.learner, self.statistics)
+        self.lessons = Lessons(harvester, auditor, self.learner, self.statistics, self.spans.path)
         self._placer = Placer(view, self.planner, self.spans.slots, self.statistics)
         self._publisher = Publisher(self)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -59,7 +59,8 @@ class Piece:
 
     ``error`` is the accumulated relative error of the corrected KV (dimensionless, root mean square); ``kl`` its
     predicted effect on the next-token distribution, nats. ``exact`` marks a bit-exact copy. ``base.offset`` belongs
-    to ``start``. ``context`` names the tokens before the stretch, under which own deltas are kept.
+    to ``start``. ``context`` names the tokens before the stretch, under which own deltas are kept. ``computed`` are
+    the tokens inside it, ascending, that are computed all the same.
     """
 
     span: int
@@ -71,6 +72,22 @@ class Piece:
     kl: float
     context: str
     exact: bool = False
+    computed: tuple[int, ...] = ()
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that need no computing."""
+        return self.stop - self.start - len(self.computed)
+
+    @property
+    def ranges(self) -> list[tuple[int, int]]:
+        """The stretches that need no computing, ascending."""
+        found, at = [], self.start
+        for token in (*self.computed, self.stop):
+            if token > at:
+                found.append((at, token))
+            at = token + 1
+        return found
 
     def cut(self, start: int, stop: int) -> Piece | None:
         """The part of it inside ``[start, stop)``; None when there is none."""
@@ -79,9 +96,8 @@ class Piece:
             return None
         base = Base(self.base.source, self.base.agent, self.base.offset + first - self.start)
         share = (last - first) / (self.stop - self.start)
-        return Piece(
-            self.span, first, last, base, self.estimator, self.error, self.kl * share, self.context, self.exact
-        )
+        inside = tuple(token for token in self.computed if first <= token < last)
+        return replace(self, start=first, stop=last, base=base, kl=self.kl * share, computed=inside)
 
 
 @dataclass

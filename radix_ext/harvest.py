@@ -16,6 +16,7 @@ from kvcmas_sgl.radix_ext.decision import Base
 from kvcmas_sgl.radix_ext.delta_store import Factors, Rows
 from kvcmas_sgl.radix_ext.estimators import Edge, Estimator, Observation
 from kvcmas_sgl.radix_ext.gate import Gate
+from kvcmas_sgl.radix_ext.heavy import heavy_tokens, with_heavy
 from kvcmas_sgl.radix_ext.kv_view import KVView, SampledRows
 from kvcmas_sgl.radix_ext.lowrank import compress
 from kvcmas_sgl.radix_ext.sources import Source, edge
@@ -51,7 +52,8 @@ class HarvestJob:
     """What one dense run can teach: a stretch of ``length`` tokens as its reader computed it, and as others hold it.
 
     ``bases`` come best first; ``head`` tokens at its start would be computed in any case; ``own`` is the name under
-    which the measured delta is kept; ``audits`` has the KL, nats, of the edges that were audited on this run.
+    which the measured delta is kept; ``audits`` has the KL, nats, of the edges that were audited on this run, without
+    and with heavy hitters computed.
     """
 
     consumer: Base
@@ -59,7 +61,7 @@ class HarvestJob:
     length: int
     head: int
     own: str
-    audits: Mapping[Edge, float] = field(default_factory=dict)
+    audits: Mapping[tuple[Edge, bool], float] = field(default_factory=dict)
 
 
 class Harvester:
@@ -131,9 +133,14 @@ class Harvester:
     ) -> Iterator[None]:
         on = edge(base.agent, job.consumer.agent)
         predictions = {name: estimator.predict(on) for name, estimator in self.estimators.items()}
-        meters = {name: ErrorMeter() for name, delta in predictions.items() if delta is not None}
-        # What is always computed has no error.
-        corrected = (t >= job.head).float()[:, None]
+        # What is computed has no error.
+        without_head = (t >= job.head).float()[:, None]
+        masks = [without_head]
+        heavy = heavy_tokens(base, job.length, job.head)
+        if heavy is not None:
+            masks.append(without_head * ~torch.isin(t, torch.from_numpy(heavy).to(t.device))[:, None])
+        known = [name for name, delta in predictions.items() if delta is not None]
+        meters = {(name, way): ErrorMeter() for name in known for way in range(len(masks))}
         at = t + base.offset
         # Layer 0 depends on the token alone: it is exact after rotation and would only dilute the error.
         for layers in _chunks(0, self.view.layers):
@@ -141,16 +148,19 @@ class Harvester:
             base_kv = self.view.canonical(base_rows.k[layers], base_rows.v[layers], base_rows.positions)
             off = (true[0] - base_kv[0], true[1] - base_kv[1])
             scored = max(layers.start, 1) - layers.start
-            for name, meter in meters.items():
-                left = [part * corrected for part in _left_over(predictions[name], layers, at, base_kv, off)]
-                meter.add((true[0][scored:], true[1][scored:]), (left[0][scored:], left[1][scored:]), weight)
+            for name in known:
+                left = _left_over(predictions[name], layers, at, base_kv, off)
+                for way, mask in enumerate(masks):
+                    mine = (left[0][scored:] * mask, left[1][scored:] * mask)
+                    meters[name, way].add((true[0][scored:], true[1][scored:]), mine, weight)
             observation = Observation(layers.start, at, base_kv[0], base_kv[1], off[0], off[1])
             for estimator in self.estimators.values():
                 estimator.observe(on, observation)
             yield
-        for name, meter in meters.items():
-            kl = job.audits.get(on) if name == self.audited else None
-            self.gate.record(on, name, squared_error=meter.squared_error, tokens=job.length, kl=kl)
+        for (name, way), meter in meters.items():
+            kl = job.audits.get((on, bool(way))) if name == self.audited else None
+            called = with_heavy(name) if way else name
+            self.gate.record(on, called, squared_error=meter.squared_error, tokens=job.length, kl=kl)
         for estimator in self.estimators.values():
             estimator.finish(on)
         yield

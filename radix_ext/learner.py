@@ -15,7 +15,7 @@ from kvcmas_sgl.radix_ext.statistics import Statistics
 
 logger = logging.getLogger(__name__)
 
-MAX_JOBS = 32
+MAX_JOBS = 64
 """Waiting jobs; a server that is never idle drops the oldest."""
 
 BUSY_JOBS = 4
@@ -68,7 +68,7 @@ class Learner:
             self._statistics.jobs_dropped += 1
         if not self._jobs:
             return False
-        started = time.perf_counter()
+        started, needs_model = time.perf_counter(), self._jobs[0][1]
         try:
             with torch.inference_mode():
                 done = next(self._jobs[0][0], _DONE) is _DONE
@@ -79,7 +79,11 @@ class Learner:
             self._jobs.popleft()
             self._statistics.fallbacks += 1
             logger.exception("kvcmas: learning from a dense run failed; it is skipped.")
-        self._statistics.learn_seconds += time.perf_counter() - started
+        spent = time.perf_counter() - started
+        if needs_model:
+            self._statistics.audit_seconds += spent
+        else:
+            self._statistics.learn_seconds += spent
         return True
 
     @property

@@ -67,7 +67,8 @@ class Placer:
     def run(self, passes: Sequence[Pass]) -> list[list[tuple[int, int]]]:
         """Place what can be placed; per pass the ranges of tokens that need no computing, ascending.
 
-        The last token of a pass is always computed: SGLang takes the logits there.
+        Tokens that are computed inside a piece get corrected KV too, which the forward pass overwrites. The last token
+        of a pass is always computed: SGLang takes the logits there.
         """
         steps = [step for one in passes for step in self._steps(one)]
         done: list[_Step] = []
@@ -85,7 +86,7 @@ class Placer:
                     self._failed(one, own)
         for step in done:
             self._record(step)
-        return [[(s.piece.start, s.piece.stop) for s in done if s.one is one] for one in passes]
+        return [[placed for s in done if s.one is one for placed in s.piece.ranges] for one in passes]
 
     def _steps(self, one: Pass) -> list[_Step]:
         request: AgentRequest = one.req.kvcmas
@@ -139,7 +140,7 @@ class Placer:
             request.placed.append(Placed(piece.start, piece.stop, step.segment.target_slots, mark))
         if request.settled:
             return
-        count, report = piece.stop - piece.start, request.report
+        count, report = piece.tokens, request.report
         span = report.spans[piece.span]
         if piece.exact:
             span.exact_tokens += count

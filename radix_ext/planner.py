@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvcmas_sgl.radix_ext.blocks import Tokens
 from kvcmas_sgl.radix_ext.decision import Base, Piece, Reason, SpanReport
 from kvcmas_sgl.radix_ext.delta_store import Rows, join
 from kvcmas_sgl.radix_ext.estimators import Estimator
 from kvcmas_sgl.radix_ext.gate import Expected, Gate
+from kvcmas_sgl.radix_ext.heavy import heavy_tokens, with_heavy
 from kvcmas_sgl.radix_ext.request import AUTO_ROLE, AgentRequest
 from kvcmas_sgl.radix_ext.sources import Agent, Match, Place, Source, digest, edge
 from kvcmas_sgl.triton_kernels import Delta
@@ -77,24 +78,26 @@ class Planner:
         ``spent`` is the predicted KL, nats, of corrected KV that the request already stands on. The budget is the
         prompt's as a whole: pieces are taken by how many tokens they save for their KL.
         """
-        candidates: list[Piece] = []
+        candidates: list[Sequence[Piece]] = []
         for number, span in enumerate(request.report.spans):
             reason = self._why_not(request, span)
             if reason is None:
-                pieces, reason = self._span_pieces(request, number, span, wish)
-                candidates += pieces
+                choices, reason = self._span_choices(request, number, span, wish)
+                candidates += choices
             if reason is not None and not request.settled:
                 span.reason = reason
-        candidates.sort(key=lambda piece: piece.kl / (piece.stop - piece.start))
+        candidates.sort(key=lambda choices: choices[0].kl / choices[0].tokens)
         taken = []
-        for piece in candidates:
-            span = request.report.spans[piece.span]
-            if wish.always or piece.exact or self.gate.admits(spent + piece.kl):
+        for choices in candidates:
+            admitted = (p for p in choices if wish.always or p.exact or self.gate.admits(spent + p.kl))
+            piece = next(admitted, None)
+            if piece is not None:
                 spent += piece.kl
                 taken.append(piece)
             elif not request.settled:
+                span, least = request.report.spans[choices[0].span], choices[-1]
                 span.reason = Reason.OVER_BUDGET
-                span.predicted_error, span.predicted_kl = piece.error, piece.kl
+                span.predicted_error, span.predicted_kl = least.error, least.kl
         return sorted(taken, key=lambda piece: piece.start)
 
     def bases(self, request: AgentRequest, match: Match) -> list[Base]:
@@ -137,27 +140,33 @@ class Planner:
             return Reason.NO_PREFIX
         return None
 
-    def _span_pieces(
+    def _span_choices(
         self, request: AgentRequest, number: int, span: SpanReport, wish: Wish
-    ) -> tuple[list[Piece], Reason | None]:
-        """The best piece for every stretch of a span; without any, the reason."""
-        pieces, reason = [], Reason.NO_SOURCE
+    ) -> tuple[list[Sequence[Piece]], Reason | None]:
+        """For every stretch of a span its best piece, then that with less error; without any, the reason."""
+        found: list[Sequence[Piece]] = []
+        reason = Reason.NO_SOURCE
         for match in request.matches[number]:
             bases = self.bases(request, match)
-            choice = self._best(request, number, match, bases, wish) if bases else None
-            if choice is not None:
+            if not bases:
+                continue
+            reason = Reason.EDGE_UNKNOWN
+            choices = []
+            head = max(0, span.start + wish.head - match.start)
+            for choice in self._best(request, number, match, bases, wish, head):
                 # A copy of KV that was computed over the same tokens needs no exact head.
                 start = max(request.hit, span.start + (0 if choice.estimator == IDENTICAL else wish.head))
                 piece = choice.cut(start, request.limit)
-                if piece is not None and piece.stop - piece.start >= min(SHORTEST_PIECE, self.min_span):
-                    pieces.append(piece)
-            elif bases:
-                reason = Reason.EDGE_UNKNOWN
-        return pieces, None if pieces else reason
+                if piece is not None and piece.tokens >= min(SHORTEST_PIECE, self.min_span):
+                    choices.append(piece)
+            if choices:
+                found.append(choices)
+        return found, None if found else reason
 
     def _best(
-        self, request: AgentRequest, number: int, match: Match, bases: Sequence[Base], wish: Wish
-    ) -> Piece | None:
+        self, request: AgentRequest, number: int, match: Match, bases: Sequence[Base], wish: Wish, head: int
+    ) -> list[Piece]:
+        """The piece with the least predicted KL; then one whose heavy hitters are computed, where that has less."""
         consumer = request.agent(match.start)
         context = request.context(match.start)
         length = match.stop - match.start
@@ -170,7 +179,7 @@ class Planner:
             error += base.source.error
             return Expected(error, self.gate.kl(edge(base.agent, consumer), self.default, error))
 
-        candidates = []
+        candidates, thorough = [], []
         for base in bases:
             if wish.estimator is None and base.offset == 0 and base.source.context == context:
                 # The same tokens stand before it: its KV is the same, whatever the role is called.
@@ -184,9 +193,15 @@ class Planner:
             expected = self.gate.expect(edge(base.agent, consumer), name, length, base.source.error)
             if expected is not None:
                 candidates.append(piece(base, name, expected))
+            less = self.gate.expect(edge(base.agent, consumer), with_heavy(name), length, base.source.error)
+            tokens = heavy_tokens(base, length, head)
+            if less is not None and tokens is not None:
+                computed = tuple(match.start + offset for offset in tokens.tolist())
+                thorough.append(replace(piece(base, name, less), computed=computed))
         if not candidates and wish.always:
             candidates.append(piece(bases[0], NONE, known(bases[0], 0.0)))
-        return min(candidates, key=lambda one: one.kl, default=None)
+        best = [min(part, key=lambda one: one.kl) for part in (candidates, thorough) if part]
+        return best[:1] + [one for one in best[1:] if one.kl < best[0].kl]
 
     def _agent_of(self, source: Source, offset: int) -> Agent:
         """Who holds a source; one that was found by content is named by its prompt's agent prefix."""

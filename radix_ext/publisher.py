@@ -90,7 +90,7 @@ class Publisher:
             content = cache.sources.content(request.scope, prompt)
             source = self._source(node, content_start=0, content=content, agent=None, context=request.context(0))
             jobs = [job for number in range(len(request.matches)) for job in self._jobs(request, source, number)]
-            cache.sources.add(source)
+            self._add(source)
             request.content = content
         else:
             jobs = []
@@ -115,7 +115,11 @@ class Publisher:
             context=request.context(start),
             sequence_content=request.content,
         )
-        cache.sources.add(source)
+        self._add(source)
+
+    def _add(self, source: Source) -> None:
+        self._cache.sources.add(source)
+        self._cache.lessons.score(source)
 
     def _publish_span(
         self, req: Req, path: Tensor, request: AgentRequest, number: int, span: SpanReport
@@ -132,7 +136,7 @@ class Publisher:
             context=request.context(span.start),
         )
         jobs = self._jobs(request, source, number)
-        self._cache.sources.add(source)
+        self._add(source)
         return jobs
 
     def _jobs(self, request: AgentRequest, source: Source, number: int) -> list[HarvestJob]:

@@ -134,23 +134,23 @@ class AgentRequest:
     def corrected_ahead(self, have: int, fresh: int | None) -> int:
         """Tokens that pieces will place before ``fresh`` tokens from ``have`` on have been computed (None: at all)."""
         corrected, at = 0, have
-        for piece in self.pieces:
-            if piece.stop <= at:
+        for start, stop in (placed for piece in self.pieces for placed in piece.ranges):
+            if stop <= at:
                 continue
-            gap = max(0, piece.start - at)
+            gap = max(0, start - at)
             if fresh is not None:
                 if gap >= fresh:
                     break
                 fresh -= gap
-            at = max(at, piece.start)
-            corrected += piece.stop - at
-            at = piece.stop
+            at = max(at, start)
+            corrected += stop - at
+            at = stop
         return corrected
 
     def corrected_within(self, start: int, stop: int) -> int:
         """Tokens of ``[start, stop)`` that pieces will place."""
         parts = (piece.cut(start, stop) for piece in self.pieces)
-        return sum(part.stop - part.start for part in parts if part is not None)
+        return sum(part.tokens for part in parts if part is not None)
 
     def publish_report(self) -> None:
         """Refresh the dictionary that travels to the client."""

@@ -77,12 +77,14 @@ class Content:
     """A run of tokens within one scope, and who holds its KV, newest first.
 
     ``prefix`` is the agent prefix (length and digest) of a whole prompt that was found by content, once it is known.
+    ``heavy`` says how much later text looks at each token (`heavy`), fp32 [n], once that was worked out.
     """
 
     scope: str
     tokens: Tokens
     sources: list[Source] = field(default_factory=list)
     prefix: tuple[int, str] | None = None
+    heavy: np.ndarray | None = None
 
 
 @dataclass(frozen=True, eq=False)

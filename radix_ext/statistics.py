@@ -30,6 +30,7 @@ class Statistics:
     place_seconds: float = 0.0
     publish_seconds: float = 0.0
     learn_seconds: float = 0.0
+    audit_seconds: float = 0.0
     recent: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=RECENT), repr=False)
     listeners: list[Callable[[Report], None]] = field(default_factory=list, repr=False)
 

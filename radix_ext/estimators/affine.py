@@ -33,7 +33,7 @@ from torch import Tensor
 from .base import Edge, Estimator, Observation, check_observation
 
 COMPONENTS = 64
-TOKEN_DECAYS = (math.inf, 128.0)
+TOKEN_DECAYS = (math.inf,)
 MEAN_DECAYS = (math.inf, 8.0, 32.0, 128.0, 512.0)
 WEIGHT_DECAY = 32.0
 

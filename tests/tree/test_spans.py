@@ -171,14 +171,15 @@ def test_the_budget_is_the_prompts_as_a_whole() -> None:
     learned_twice(tree)
     tree.serve(*PLANNER.several([a, b]))
     kl = [s["predicted_kl"] for s in tree.serve(*CRITIC.several([a, b]))["spans"]]
-    tight = big_tree(max_kl=sum(kl) * 0.99)
+    # Room for the cheaper span alone, however many tokens of the other one are computed.
+    tight = big_tree(max_kl=min(kl) * 1.001)
     learned_twice(tight)
     tight.serve(*PLANNER.several([a, b]))
     report = tight.serve(*CRITIC.several([a, b]))
     cheap = min(range(2), key=lambda i: kl[i])
     assert report["spans"][cheap]["reason"] == "reused"
     assert report["spans"][1 - cheap]["reason"] == "over_budget"
-    assert report["spans"][1 - cheap]["predicted_kl"] == pytest.approx(kl[1 - cheap])
+    assert 0 < report["spans"][1 - cheap]["predicted_kl"] <= kl[1 - cheap]
 
 
 def test_tokens_that_merge_at_both_borders_cost_only_themselves() -> None:

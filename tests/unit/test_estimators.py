@@ -37,19 +37,18 @@ def draw(seed: int, *shape: int) -> torch.Tensor:
 
 
 class Truth:
-    """delta = x @ A / (1 + t/128) + x @ B + c / (1 + t/32) + d per layer, in float64; x = [base_k, base_v]."""
+    """delta = x @ B + c / (1 + t/32) + d per layer, in float64; x = [base_k, base_v]."""
 
     def __init__(self, seed: int = 0, scale: float = 0.1) -> None:
         rng = np.random.default_rng(seed)
-        self.fading, self.lasting = scale * rng.standard_normal((2, LAYERS, 2 * WIDTH, 2 * WIDTH))
+        self.b = scale * rng.standard_normal((LAYERS, 2 * WIDTH, 2 * WIDTH))
         self.c, self.d = scale * rng.standard_normal((2, LAYERS, 2 * WIDTH))
 
     def __call__(self, t: torch.Tensor, base_k: torch.Tensor, base_v: torch.Tensor) -> torch.Tensor:
         """[L, n, 2D], float64, of base [L, n, D]."""
         x = torch.cat([base_k, base_v], -1).double().numpy()
         at = t.double().numpy()[:, None]
-        out = x @ self.fading / (1 + at / 128) + x @ self.lasting
-        return torch.from_numpy(out + self.c[:, None] / (1 + at / 32) + self.d[:, None])
+        return torch.from_numpy(x @ self.b + self.c[:, None] / (1 + at / 32) + self.d[:, None])
 
 
 def span(truth: Truth, seed: int, t: torch.Tensor) -> list[Observation]:
@@ -134,7 +133,7 @@ def ridge_solution(
         w = (1 + t / 32) / (1 + t / 32).mean()
         gram, cross, count = gram + (f.T * w) @ f, cross + (f.T * w) @ y, count + len(t)
     square = np.diag(gram) / count
-    ridge = [np.full(m, 4096 * square[:m].mean()), np.full(m, 4096 * square[m : 2 * m].mean()), 8 * square[2 * m :]]
+    ridge = [np.full(m, 4096 * square[:m].mean()), 8 * square[m:]]
     gram = gram + np.diag(np.concatenate(ridge))
     return np.linalg.solve(gram, cross), gram
 
@@ -143,13 +142,12 @@ def features(estimator: AffineEstimator, layer: int, t: np.ndarray, k: torch.Ten
     basis = estimator._bases["tenant"]
     x = torch.cat([k, v], 1).double().numpy()
     z = x @ basis.project[layer].double().numpy() + basis.shift[layer].double().numpy()
-    terms = [z / (1 + t / tau)[:, None] for tau in (math.inf, 128)]
-    return np.concatenate(terms + [1 / (1 + t / tau)[:, None] for tau in (math.inf, 8, 32, 128, 512)], 1)
+    return np.concatenate([z] + [1 / (1 + t / tau)[:, None] for tau in (math.inf, 8, 32, 128, 512)], 1)
 
 
-@pytest.mark.parametrize("rank", [1, 3, 10])
+@pytest.mark.parametrize("rank", [1, 3, 5])
 def test_the_prediction_is_the_ridge_minimum_at_the_best_rank(rank: int) -> None:
-    """Rank 10 holds all of two blocks of five; below, the fitted values lose what an SVD in float64 loses."""
+    """Rank 5 holds all that five components give; below, the fitted values lose what an SVD in float64 loses."""
     truth, m = Truth(), 5
     estimator = AffineEstimator(LAYERS, HEADS, DIM, rank, components=m)
     spans = [span(truth, 10 * i, torch.arange(0, 90, 1 + i)) for i in range(3)]
@@ -159,12 +157,12 @@ def test_the_prediction_is_the_ridge_minimum_at_the_best_rank(rank: int) -> None
     got = predicted(estimator.predict(EDGE), t, *base).double().numpy()
     for layer in range(1, LAYERS):
         w, gram = ridge_solution(estimator, spans, layer, m)
-        root = np.linalg.cholesky(gram)[: 2 * m, : 2 * m].T
-        fitted = root @ w[: 2 * m]
+        root = np.linalg.cholesky(gram)[:m, :m].T
+        fitted = root @ w[:m]
         norms = [np.linalg.norm(fitted[:, part]) for part in (slice(0, WIDTH), slice(WIDTH, None))]
         left, sizes, right = np.linalg.svd(fitted / np.repeat(norms, WIDTH), full_matrices=False)
         sizes[rank:] = 0
-        w[: 2 * m] = np.linalg.solve(root, (left * sizes) @ right) * np.repeat(norms, WIDTH)
+        w[:m] = np.linalg.solve(root, (left * sizes) @ right) * np.repeat(norms, WIDTH)
         want = features(estimator, layer, t.double().numpy(), base[0, layer], base[1, layer]) @ w
         assert np.abs(got[layer - 1] - want).max() <= 1e-4 * np.abs(want).max()
 
