@@ -62,20 +62,20 @@ class Row:
     speedup_over_eager: float | None
 
 
-def delta_of(kind: str, model: Model, tokens: int, rank: int, dtype: torch.dtype) -> Delta | None:
+def delta_of(kind: str, model: Model, tokens: int, ranks: dict[str, int], dtype: torch.dtype) -> Delta | None:
     """A random delta of ``kind``, as large as a real one next to a random pool."""
-    layers, width = model.layers, model.width
+    layers, width, rank = model.layers, model.width, ranks.get(kind, 0)
     if kind == "low rank":
         left = [torch.randn(layers, tokens, rank).mul_(0.1).to(dtype) for _ in range(2)]
         right = [torch.randn(layers, rank, width).mul_(0.1).to(dtype) for _ in range(2)]
         return LowRankDelta(left[0], right[0], left[1], right[1])
     if kind == "affine":
         return AffineDelta(
-            torch.randn(layers, 2 * width, 2 * rank) / width,
-            torch.zeros(layers, 2 * rank),
+            torch.randn(layers, 2 * width, rank) / width,
+            torch.zeros(layers, rank),
             torch.randn(layers, rank, 2 * width) * 0.1,
             torch.randn(layers, len(MEAN_DECAYS), 2 * width) * 0.1,
-            (float("inf"), 128.0),
+            (float("inf"),),
             MEAN_DECAYS,
         )
     return None
@@ -127,9 +127,9 @@ class Bench:
         return planned
 
 
-def measure(bench: Bench, count: int, kind: str, backends: list[str], rank: int, repeats: int) -> list[Row]:
+def measure(bench: Bench, count: int, kind: str, backends: list[str], ranks: dict[str, int], repeats: int) -> list[Row]:
     """The rows of one case, every backend and the copy in the same repeats."""
-    segments = bench.segments(count, delta_of(kind, bench.model, bench.tokens, rank, bench.k[0].dtype))
+    segments = bench.segments(count, delta_of(kind, bench.model, bench.tokens, ranks, bench.k[0].dtype))
     work: dict[str, Callable[[], float | None]] = {"copy": bench.copy}
     for name in backends:
         work[name] = lambda name=name: bench.correct(segments, name)  # type: ignore[misc]
@@ -197,13 +197,15 @@ def main() -> None:
     parser.add_argument(
         "--models", nargs="+", choices=[m.name for m in MODELS], default=[m.name for m in MODELS], help="shapes"
     )
-    parser.add_argument("--rank", type=int, default=32, help="rank of the deltas")
+    parser.add_argument("--own-rank", type=int, default=32, help="rank of low-rank (own) deltas")
+    parser.add_argument("--rank", type=int, default=16, help="rank of affine (predicted) deltas")
     parser.add_argument("--repeats", type=int, default=5, help="timed repeats of each case")
     parser.add_argument("--memory-gib", type=float, default=10.0, help="skip cases whose pool is larger, GiB")
     args = parser.parse_args()
     torch.manual_seed(0)
     backends = working_backends()
     grid = [(m, n) for m in MODELS if m.name in args.models for n in args.tokens]
+    ranks = {"low rank": args.own_rank, "affine": args.rank}
     rows: list[Row] = []
     columns = ("model", "tokens", "segs", "kind", "backend", "ms", "plan ms", "GB", "x copy", "x eager")
     print(_line(columns))
@@ -215,7 +217,7 @@ def main() -> None:
         bench = Bench(model, tokens, torch.bfloat16)
         for count in args.segments:
             for kind in KINDS:
-                for row in measure(bench, count, kind, backends, args.rank, args.repeats):
+                for row in measure(bench, count, kind, backends, ranks, args.repeats):
                     rows.append(row)
                     faster = "" if row.speedup_over_eager is None else f"{row.speedup_over_eager:.2f}"
                     numbers = (1e3 * row.seconds, 1e3 * row.plan_seconds, row.gigabytes, row.ratio_to_copy)
@@ -234,7 +236,7 @@ def write(rows: list[Row], path: Path, args: argparse.Namespace) -> None:
     report = json.loads(path.read_text()) if path.exists() else {}
     report["rows"] = [asdict(row) for row in rows]
     report["machine"] = {"processor": platform.processor(), "cores": os.cpu_count(), "threads": torch.get_num_threads()}
-    report["rank"] = args.rank
+    report["ranks"] = {"low rank": args.own_rank, "affine": args.rank}
     judged = [r for r in rows if (r.model, r.tokens, r.segments, r.backend) == ("llama8b", 4096, 1, "cpu")]
     for row in judged:
         if row.kind == "low rank":
