@@ -8,8 +8,12 @@ from functools import cache
 from typing import Any
 
 import kvcmas_sgl
+from kvcmas_sgl.config import KvcmasConfig
 from kvcmas_sgl.demo.roles import DOCUMENTS
 from kvcmas_sgl.prepare_model import default_model
+
+HEAD = KvcmasConfig().head
+"""Tokens of every span that are computed, unless a server is told otherwise."""
 
 
 @cache

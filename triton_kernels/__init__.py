@@ -1,7 +1,7 @@
 """The correction op and the deltas that it applies. Knows tensors only."""
 
 from .batch import CorrectionError, CorrectionPlan, Segment
-from .correction import BACKENDS, plan, run
+from .correction import BACKENDS, backend_for, plan, run
 from .delta import ZERO_DELTA, AffineDelta, Delta, LowRankDelta, ZeroDelta
 from .rope import RotaryTable, rotate
 
@@ -16,6 +16,7 @@ __all__ = [
     "RotaryTable",
     "Segment",
     "ZeroDelta",
+    "backend_for",
     "plan",
     "rotate",
     "run",

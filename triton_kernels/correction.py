@@ -142,22 +142,22 @@ def run(plan: CorrectionPlan, k_buffers: Sequence[Tensor], v_buffers: Sequence[T
             raise ValueError(f"a delta has {group.delta.layers} layers: the pool has {len(k_buffers)}")
 
     if plan.groups and k_buffers:
-        _module(plan.backend, k_buffers[0].device, k_buffers[0].dtype).run(plan, k_buffers, v_buffers)
+        name = backend_for(k_buffers[0].device, k_buffers[0].dtype, plan.backend)
+        _module(name).run(plan, k_buffers, v_buffers)
 
 
-def _module(name: str, device: torch.device, dtype: torch.dtype) -> Any:
-    """The backend called ``name``, or for "auto" the first that can work on such a pool.
+def backend_for(device: torch.device, dtype: torch.dtype, wanted: str = "auto") -> str:
+    """The backend that works on a pool of ``dtype`` on ``device``: ``wanted``, or for "auto" the fastest that can.
 
-    Raises ValueError if the named one cannot.
+    The first call may take a second or two, where a backend has to be compiled. Raises ValueError if ``wanted`` cannot.
     """
-    if name == "auto":
-        for tried in _PREFERRED:
-            module = importlib.import_module(f"{__package__}.{tried}_backend")
-            if module.unavailable(device, dtype) is None:
-                return module
-        name = "torch"
-    module = importlib.import_module(f"{__package__}.{name}_backend")
-    reason = module.unavailable(device, dtype)
+    if wanted == "auto":
+        return next((name for name in _PREFERRED if _module(name).unavailable(device, dtype) is None), "torch")
+    reason = _module(wanted).unavailable(device, dtype)
     if reason is not None:
-        raise ValueError(f"backend {name!r} cannot be used: {reason}")
-    return module
+        raise ValueError(f"backend {wanted!r} cannot be used: {reason}")
+    return wanted
+
+
+def _module(name: str) -> Any:
+    return importlib.import_module(f"{__package__}.{name}_backend")

@@ -21,6 +21,7 @@ def create(ctx: Any) -> Any:
     from kvcmas_sgl.radix_ext.kv_view import KVView
     from kvcmas_sgl.radix_ext.node_marks import DeltaFullComponent
     from kvcmas_sgl.seams import hooks
+    from kvcmas_sgl.triton_kernels import backend_for
 
     hooks.extend_server()
     hooks.check_complete()
@@ -33,12 +34,14 @@ def create(ctx: Any) -> Any:
     if ctx.params.enable_metrics:
         metrics.export(cache)
     logger.info(
-        "kvcmas is active: %s; layers=%d kv_heads=%d head_dim=%d dtype=%s",
+        "kvcmas is active: %s; layers=%d kv_heads=%d head_dim=%d dtype=%s corrections=%s",
         config.summary(),
         view.layers,
         view.kv_heads,
         view.head_dim,
         view.dtype,
+        # Asked here, so that a kernel is compiled at the start and not in the first request that needs it.
+        backend_for(view.k_buffers[0].device, view.dtype),
     )
     return cache
 

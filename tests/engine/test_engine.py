@@ -8,7 +8,7 @@ import pytest
 
 from tests.engine.conftest import greedy, plain_prompts, settle, state
 from tests.engine.measure import distributions, kl
-from tests.prompts import CRITIC, PLANNER, TWIN, Reader, document
+from tests.prompts import CRITIC, HEAD, PLANNER, TWIN, Reader, document
 
 N = 600
 
@@ -47,7 +47,7 @@ def test_unseen_content_is_corrected_within_the_budget(engine: Any, capsys: pyte
     unseen, question = document(8), "Name one thing that happens."
     read(engine, PLANNER, unseen)
     report = read(engine, CRITIC, unseen)
-    assert report["corrected_tokens"] == N and report["reason"] == "reused"
+    assert report["corrected_tokens"] == N - HEAD and report["reason"] == "reused"
     assert (report["source"], report["estimator"]) == ("planner", "affine")
     assert 0 < report["predicted_kl"] <= 0.05
 
@@ -99,7 +99,7 @@ def test_a_full_rank_own_delta_equals_the_dense_run(engine: Any, capsys: pytest.
         greedy(engine, CRITIC.prompt(other), 1, kv_hints=CRITIC.hint(other))
     out = greedy(engine, prompt, 1, kv_hints=hint)
     report = out["meta_info"]["kvcmas"]
-    assert (report["estimator"], report["corrected_tokens"]) == ("own", N)
+    assert (report["estimator"], report["corrected_tokens"]) == ("own", N - HEAD)
     rebuilt = kl(dense, distributions(engine, prompt, answer, kv_hints=hint))
     with capsys.disabled():
         print(f"\n  KL of the rebuilt span {rebuilt:.5f}, noise {noise:.5f}")
@@ -130,7 +130,7 @@ def test_chunked_prefill_streaming_and_parallel_samples_report_the_same(engine: 
     stream = list(engine.generate(input_ids=prompt, sampling_params=sampling, kv_hints=hint, stream=True))
     assert len(stream) == 4
     for chunk in stream:
-        assert chunk["meta_info"]["kvcmas"]["corrected_tokens"] == N
+        assert chunk["meta_info"]["kvcmas"]["corrected_tokens"] == N - HEAD
     samples = engine.generate(input_ids=prompt, sampling_params={**sampling, "n": 3}, kv_hints=hint)
     assert [s["meta_info"]["kvcmas"]["reason"] for s in samples] == ["own_corrected"] * 3
     assert {tuple(s["output_ids"]) for s in samples} == {tuple(stream[-1]["output_ids"])}
@@ -150,8 +150,8 @@ def test_several_agents_in_one_batch(engine: Any) -> None:
     assert [r["reason"] for r in reports] == ["reused"] * 3
     # A document's first word may be resident from another one.
     for report in reports:
-        assert report["corrected_tokens"] >= N - 2
-        assert report["exact_tokens"] + report["corrected_tokens"] == len(CRITIC.head()) + N
+        assert report["corrected_tokens"] >= N - HEAD - 2
+        assert len(CRITIC.head()) + N - HEAD <= report["exact_tokens"] + report["corrected_tokens"]
 
 
 def test_bad_hints_are_refused_in_one_sentence_and_the_engine_lives_on(engine: Any) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from kvcmas_sgl.demo.client import Client
 from kvcmas_sgl.demo.servers import ServerProcess
-from tests.prompts import CRITIC, document, tokenizer
+from tests.prompts import CRITIC, HEAD, document, tokenizer
 
 N = 300
 MODEL = "any"
@@ -70,9 +70,10 @@ def test_later_readers_of_marked_chats_are_corrected(client: openai.OpenAI, serv
     start = templated.rindex(shared)
     offsets = tokenizer()(templated, return_offsets_mapping=True)["offset_mapping"]
     inside = sum(start <= first < last <= start + len(shared) for first, last in offsets)
-    assert reports[-1]["source"] == "oa-poet" and reports[-1]["corrected_tokens"] == inside
+    assert reports[-1]["source"] == "oa-poet" and reports[-1]["corrected_tokens"] == inside - HEAD
     details = out.usage.prompt_tokens_details
-    assert details.corrected_tokens == inside and details.cached_tokens == inside + reports[-1]["exact_tokens"]
+    assert details.corrected_tokens == inside - HEAD
+    assert details.cached_tokens == inside - HEAD + reports[-1]["exact_tokens"]
 
 
 def test_parts_of_a_message_are_one_text(client: openai.OpenAI) -> None:
