@@ -12,6 +12,7 @@ from typing import Any, Literal, get_args
 
 RADIX_CACHE_BACKEND = "kvcmas"
 _ENVIRONMENT_KEY = "KVCMAS_CONFIG"
+MAX_KL = 10
 
 Policy = Literal["gated", "always", "learn"]
 EstimatorName = Literal["affine", "none"]
@@ -87,8 +88,8 @@ class KvcmasConfig:
             if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
                 raise ConfigError(f"{_flag(name)} is {value!r}, but must be an integer from {low} to {high}.")
         number = isinstance(self.max_kl, (int, float)) and not isinstance(self.max_kl, bool)
-        if not number or not 0 <= self.max_kl <= 10:
-            raise ConfigError(f"{_flag('max_kl')} is {self.max_kl!r}, but must be a number from 0 to 10 (nats).")
+        if not number or not 0 <= self.max_kl <= MAX_KL:
+            raise ConfigError(f"{_flag('max_kl')} is {self.max_kl!r}, but must be a number from 0 to {MAX_KL} (nats).")
         for name in ("auto", "allow_overrides"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{_flag(name)} is {getattr(self, name)!r}, but must be true or false.")

@@ -1,7 +1,7 @@
 """OpenAI form of the agent hint: the field ``kvcmas`` of a request, and the report in its response.
 
 ``extra_body={"kvcmas": {...}}`` of ``/v1/completions`` and ``/v1/chat/completions``. Fields ``role``, ``workflow``,
-``reuse``, ``policy``, ``estimator`` and ``head`` are those of the native hint (`kvcmas_sgl.wire`); ``spans`` differs:
+``reuse`` and the overrides are those of the native hint (`kvcmas_sgl.wire`); ``spans`` differs:
 
 completions
     ``[start, end)`` pairs, ``"unit": "char"`` (default for text prompts) or ``"token"`` (default for token prompts).

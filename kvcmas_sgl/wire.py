@@ -13,7 +13,7 @@ Payload fields:
 ``unit``      ``token`` (offsets into ``input_ids``; default) or ``char`` (offsets into ``text``).
 ``workflow``  optional name of the run that this request belongs to.
 ``reuse``     ``auto`` (default) or ``never``: prefill this request densely, and let it replace corrected KV.
-``policy``, ``estimator``, ``head``  overrides of the server's settings, where it allows them
+``policy``, ``estimator``, ``head``, ``max_kl``  overrides of the server's settings, where it allows them
              (``--kvcmas-allow-overrides``).
 ``auto``      alone and false: this request is no agent's; spans are not looked for in it (``--kvcmas-auto``).
 
@@ -28,7 +28,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from kvcmas_sgl.config import EstimatorName, Policy
+from kvcmas_sgl.config import MAX_KL, EstimatorName, Policy
 
 ACTION_TYPE = "kvcmas.agent"
 ACTION_VERSION = "1"
@@ -40,7 +40,7 @@ Unit = Literal["token", "char"]
 Reuse = Literal["auto", "never"]
 Span = tuple[int, int]
 
-OVERRIDES = ("policy", "estimator", "head")
+OVERRIDES = ("policy", "estimator", "head", "max_kl")
 """Fields that only a server with ``--kvcmas-allow-overrides`` accepts."""
 
 MAX_HEAD = 1 << 20
@@ -66,6 +66,7 @@ class AgentHint:
     policy: Policy | None = None
     estimator: EstimatorName | None = None
     head: int | None = None
+    max_kl: float | None = None
 
     def payload(self) -> dict[str, Any]:
         """The JSON form; optional fields that are not set are left out."""
@@ -95,6 +96,7 @@ def agent_hint(
     policy: Policy | None = None,
     estimator: EstimatorName | None = None,
     head: int | None = None,
+    max_kl: float | None = None,
 ) -> dict[str, Any]:
     """Build the ``kv_hints`` envelope for one request.
 
@@ -109,6 +111,7 @@ def agent_hint(
         "policy": policy,
         "estimator": estimator,
         "head": head,
+        "max_kl": max_kl,
     }
     return hint_envelope(parse_payload({name: value for name, value in values.items() if value is not None}))
 
@@ -158,6 +161,7 @@ def parse_payload(payload: Mapping[str, Any]) -> AgentHint:
         policy=_choice(payload, "policy", get_args(Policy)),
         estimator=_choice(payload, "estimator", get_args(EstimatorName)),
         head=_head(payload.get("head")),
+        max_kl=_max_kl(payload.get("max_kl")),
     )
 
 
@@ -190,6 +194,13 @@ def _head(value: Any) -> int | None:
     if value is None or (isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MAX_HEAD):
         return value
     raise HintError(f"head is {_shown(value)}, but must be an integer from 0 to {MAX_HEAD} (tokens).")
+
+
+def _max_kl(value: Any) -> float | None:
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if value is None or (number and 0 <= value <= MAX_KL):
+        return value
+    raise HintError(f"max_kl is {_shown(value)}, but must be a number from 0 to {MAX_KL} (nats).")
 
 
 def _spans(value: Any) -> tuple[Span, ...]:

@@ -14,6 +14,7 @@ A request without an agent hint passes straight through. Any failure ends in a d
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -65,7 +66,7 @@ class DeltaRadixCache(UnifiedRadixCache):
         self.config = config
         self.view = view
         self.sources = SourceIndex(config.min_span)
-        self.gate = Gate(config.max_kl)
+        self.gate = Gate()
         self.statistics = Statistics()
         self.admitted: dict[str, Req] = {}
         # A request that may choose its estimator must find it learned.
@@ -195,11 +196,15 @@ class DeltaRadixCache(UnifiedRadixCache):
         return (request.hint is not None and request.hint.reuse == "never") or self._policy(request) == "learn"
 
     def _wish(self, request: AgentRequest) -> Wish:
-        always = self._policy(request) == "always"
         hint = request.hint if self.config.allow_overrides else None
-        if hint is None:
-            return Wish(None, always, self.config.head)
-        return Wish(hint.estimator, always, self.config.head if hint.head is None else hint.head)
+        estimator, head, max_kl = (None, None, None) if hint is None else (hint.estimator, hint.head, hint.max_kl)
+        if self._policy(request) == "always":
+            max_kl = math.inf
+        return Wish(
+            estimator,
+            self.config.max_kl if max_kl is None else max_kl,
+            self.config.head if head is None else head,
+        )
 
     def _policy(self, request: AgentRequest) -> str:
         override = request.hint.policy if request.hint and self.config.allow_overrides else None

@@ -60,8 +60,7 @@ class Expected:
 class Gate:
     """Held-out errors per (edge, estimator), and the prediction from them."""
 
-    def __init__(self, max_kl: float) -> None:
-        self.max_kl = max_kl
+    def __init__(self) -> None:
         self._pairs: OrderedDict[tuple[Edge, str], deque[HeldOut]] = OrderedDict()
 
     def record(self, edge: Edge, estimator: str, *, squared_error: float, tokens: int, kl: float | None = None) -> None:
@@ -110,10 +109,6 @@ class Gate:
 
     def _audited(self, edge: Edge, estimator: str) -> list[HeldOut]:
         return [pair for pair in self._pairs.get((edge, estimator), ()) if pair.kl is not None]
-
-    def admits(self, kl: float) -> bool:
-        """Whether a predicted KL is inside the budget."""
-        return kl <= self.max_kl
 
     def drop(self, edge: Edge) -> None:
         """Forget an edge under every estimator."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -30,12 +31,20 @@ def own_key(agent: Agent, context: str) -> str:
 
 @dataclass(frozen=True)
 class Wish:
-    """How one request is to be planned: its override of the estimator, whether the budget counts, and how many of a
-    span's first tokens are always computed."""
+    """How one request is to be planned.
+
+    ``estimator``: its override, or None. ``max_kl``: the budget, nats; infinite where nothing is refused. ``head``: how
+    many of a span's first tokens are always computed.
+    """
 
     estimator: str | None = None
-    always: bool = False
+    max_kl: float = math.inf
     head: int = 0
+
+    @property
+    def always(self) -> bool:
+        """Whether a pair of agents that nothing is known of is corrected too."""
+        return math.isinf(self.max_kl)
 
 
 class Planner:
@@ -89,7 +98,7 @@ class Planner:
         candidates.sort(key=lambda choices: choices[0].kl / choices[0].tokens)
         taken = []
         for choices in candidates:
-            admitted = (p for p in choices if wish.always or p.exact or self.gate.admits(spent + p.kl))
+            admitted = (p for p in choices if p.exact or spent + p.kl <= wish.max_kl)
             piece = next(admitted, None)
             if piece is not None:
                 spent += piece.kl

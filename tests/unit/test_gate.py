@@ -11,8 +11,8 @@ from kvcmas_sgl.radix_ext.gate import KL_PER_SQUARED_ERROR, LEAST_FACTOR, MAX_PA
 EDGE = Edge("s", "a", "b")
 
 
-def gate_with(*pairs: tuple[float, int], max_kl: float = 0.02) -> Gate:
-    gate = Gate(max_kl)
+def gate_with(*pairs: tuple[float, int]) -> Gate:
+    gate = Gate()
     for squared_error, tokens in pairs:
         gate.record(EDGE, "affine", squared_error=squared_error, tokens=tokens)
     return gate
@@ -63,7 +63,7 @@ def test_an_edge_that_was_never_audited_is_taken_for_the_worst_seen() -> None:
 
 
 def audited(*pairs: tuple[float, int, float | None]) -> Gate:
-    gate = Gate(0.02)
+    gate = Gate()
     for squared_error, tokens, kl in pairs:
         gate.record(EDGE, "affine", squared_error=squared_error, tokens=tokens, kl=kl)
     return gate

@@ -12,7 +12,7 @@ from kvcmas_sgl.radix_ext.statistics import Statistics
 
 def learner() -> tuple[Learner, Statistics]:
     statistics = Statistics()
-    return Learner({}, Gate(0.02), DeltaStore(), statistics, 0), statistics
+    return Learner({}, Gate(), DeltaStore(), statistics, 0), statistics
 
 
 def job(name: str, done: list[str], steps: int = 2) -> Iterator[None]:

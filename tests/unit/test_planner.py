@@ -26,7 +26,7 @@ class Case:
     """A planner over an index in which everything is resident."""
 
     def __init__(self, max_kl: float = 0.02, head: int = 0) -> None:
-        self.index, self.gate = SourceIndex(16), Gate(max_kl)
+        self.index, self.gate = SourceIndex(16), Gate()
         estimators = {n: make_estimator(n, layers=2, kv_heads=1, head_dim=8, rank=4) for n in ("affine", "none")}
         self.planner = Planner(
             estimators,
@@ -37,7 +37,7 @@ class Case:
             self.index.agent_prefix,
             min_span=16,
         )
-        self.head = head
+        self.head, self.max_kl = head, max_kl
 
     def source(self, role: str, *, error: float = 0.0, context: str = "elsewhere", tokens: object = CONTENT) -> Source:
         content = self.index.content("s", np.array(tokens))
@@ -64,7 +64,7 @@ class Case:
             for match in self.index.find("s", request.prompt, span.start, span.stop)
         ]
         request.found(matches, self.index.version)
-        return self.planner.plan(request, Wish(None, always, self.head), spent)
+        return self.planner.plan(request, Wish(None, math.inf if always else self.max_kl, self.head), spent)
 
     def reason(self, request: AgentRequest) -> Reason:
         assert self.plan(request) == []

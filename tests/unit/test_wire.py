@@ -20,16 +20,17 @@ from kvcmas_sgl.wire import (
 
 
 def test_a_hint_survives_sglangs_own_decoder() -> None:
-    envelope = agent_hint("critic", [(3, 9), (12, 20)], unit="char", workflow="w", reuse="never", head=8)
+    envelope = agent_hint("critic", [(3, 9), (12, 20)], unit="char", workflow="w", reuse="never", head=8, max_kl=0.5)
     hint = find_hint(decode_kv_hints_envelope(envelope))
     assert hint is not None
-    assert (hint.role, hint.spans, hint.unit, hint.workflow, hint.reuse, hint.head) == (
+    assert (hint.role, hint.spans, hint.unit, hint.workflow, hint.reuse, hint.head, hint.max_kl) == (
         "critic",
         ((3, 9), (12, 20)),
         "char",
         "w",
         "never",
         8,
+        0.5,
     )
 
 
@@ -58,6 +59,8 @@ BAD_PAYLOADS = {
     "unit is 'word'": {"role": "a", "unit": "word"},
     "reuse is 'often'": {"role": "a", "reuse": "often"},
     "workflow is ''": {"role": "a", "workflow": ""},
+    "max_kl is -0.1": {"role": "a", "max_kl": -0.1},
+    "max_kl is 'low'": {"role": "a", "max_kl": "low"},
     "head is -1": {"role": "a", "head": -1},
     "head is True": {"role": "a", "head": True},
     "head is '16'": {"role": "a", "head": "16"},
