@@ -9,6 +9,7 @@ that `torch_native` ends in too.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,13 +47,15 @@ class _Keys:
 class _Request:
     """One request of a forward: its query rows [first, first + new), its unmasked keys, its causal block.
 
-    `block` is None for a single new token, whose own key is among `keys`; `keys` is None without a prefix.
+    `block` is None for a single new token, whose own key is among `keys`; `keys` is None without a prefix. Single
+    tokens of one sequence are taken together: `mask`, fp32 [new, keys], then hides from each the keys after its own.
     """
 
     first: int
     new: int
     keys: _Keys | None
     block: _Keys | None
+    mask: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -156,20 +159,35 @@ def _make_plan(forward_batch: ForwardBatch, req_to_token: torch.Tensor) -> _Plan
     lengths = forward_batch.extend_seq_lens
     news = lengths.tolist() if extend and lengths is not None else [1] * len(totals)
     requests = []
-    first = 0
-    for row, total, new in zip(pool_rows, totals, news, strict=True):
-        slots = req_to_token[row, :total]
-        prefix = total if new == 1 else total - new
-        requests.append(
-            _Request(
+    first = at = 0
+    while at < len(totals):
+        row, total, new = pool_rows[at], totals[at], news[at]
+        stop = at + 1
+        while new == 1 and stop < len(totals) and pool_rows[stop] == row and news[stop] == 1:
+            stop += 1
+        if stop - at > 1:
+            request = _single_tokens(first, req_to_token[row], totals[at:stop])
+        else:
+            slots = req_to_token[row, :total]
+            prefix = total if new == 1 else total - new
+            request = _Request(
                 first=first,
                 new=new,
                 keys=_plan_keys(slots[:prefix]) if prefix else None,
                 block=_plan_keys(slots[prefix:], cut=False) if prefix < total else None,
             )
-        )
-        first += new
+        requests.append(request)
+        first += request.new
+        at = stop
     return _Plan(extend=extend, rows=first, requests=tuple(requests))
+
+
+def _single_tokens(first: int, slots: torch.Tensor, totals: list[int]) -> _Request:
+    """Tokens of one sequence with others between them; `totals` are the keys that each one sees."""
+    keys = max(totals)
+    hidden = torch.arange(keys)[None, :] >= torch.tensor(totals)[:, None]
+    mask = torch.zeros(hidden.shape).masked_fill_(hidden, -math.inf)
+    return _Request(first, len(totals), _plan_keys(slots[:keys], cut=False), None, mask)
 
 
 def _plan_keys(slots: torch.Tensor, *, cut: bool = True) -> _Keys:
@@ -223,6 +241,9 @@ def _attend(
         # Query heads of one group share their keys, so they become more query rows and no key is repeated.
         folded = query.permute(1, 2, 0, 3).reshape(1, kv_heads, group * new, dim)
         k, v = _read(keys, k_cache), _read(keys, v_cache)
+        if request.mask is not None:
+            out, _ = _flash(folded, k, v, attn_mask=request.mask.repeat(group, 1)[None, None], scale=scaling)
+            return out.unflatten(2, (group, new))[0].permute(2, 0, 1, 3)
         out, lse = _flash(folded.expand(keys.parts, -1, -1, -1), k, v, scale=scaling)
         partial.append((out.unflatten(2, (group, new)), lse.unflatten(2, (group, new))))
         if keys.rest is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -157,6 +157,19 @@ def test_extend_of_a_ragged_batch(dtype: torch.dtype, layout: Layout, group: int
     # Dense, cached, chunked (long block after a prefix), one new token after a prefix, one token in all.
     lengths = [(0, 70), (90, 12), (64, 300), (33, 1), (0, 1)]
     assert_close(build(lengths, group=group, dtype=dtype, layout=layout))
+
+
+@DTYPES
+@SLOTS
+@pytest.mark.parametrize("group", [1, 3], ids=["mha", "gqa"])
+def test_single_tokens_of_one_sequence_see_what_is_before_them(dtype: torch.dtype, layout: Layout, group: int) -> None:
+    """Rows of one pool row, as the forward seam makes them: some tokens of a sequence, between others' rows."""
+    case = build([(40, 5), (90, 1), (12, 1), (200, 1), (33, 1), (70, 9)], group=group, dtype=dtype, layout=layout)
+    # The four single tokens are now of the third sequence, which is the longest.
+    rows = case.batch.req_pool_indices
+    rows[1:5] = rows[3].clone()
+    slots = [case.slots[0], *[case.slots[3][:n] for n in (91, 13, 201, 34)], case.slots[5]]
+    assert_close(replace(case, slots=slots))
 
 
 @DTYPES
