@@ -54,7 +54,7 @@ class KvcmasConfig:
     log_decisions
         Which per-request decisions go to the log: ``off``, ``refused`` or ``all``.
     allow_overrides
-        Whether a request may choose its own ``policy`` and ``estimator`` (benchmarks; off in production).
+        Whether a request may choose its own ``policy``, ``estimator``, ``head`` and ``max_kl`` (off in production).
     """
 
     policy: Policy = "gated"
@@ -149,7 +149,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         _flag("allow_overrides"),
         action="store_true",
-        help="Let a request choose its policy and estimator; for benchmarks (default: off)",
+        help="Let a request choose its policy, estimator, head and budget; for benchmarks (default: off)",
     )
 
 
