@@ -17,6 +17,7 @@ MAX_KL = 10
 Policy = Literal["gated", "always", "learn"]
 EstimatorName = Literal["affine", "none"]
 LogDecisions = Literal["off", "refused", "all"]
+Backend = Literal["auto", "cpu", "triton", "flashinfer", "torch"]
 
 
 class ConfigError(ValueError):
@@ -53,6 +54,8 @@ class KvcmasConfig:
         Byte budget for deltas and estimator state together.
     log_decisions
         Which per-request decisions go to the log: ``off``, ``refused`` or ``all``.
+    backend
+        What runs corrections: ``cpu``, ``triton``, ``flashinfer``, ``torch``, or ``auto``, the fastest that works.
     allow_overrides
         Whether a request may choose its own ``policy``, ``estimator``, ``head`` and ``max_kl`` (off in production).
     """
@@ -67,6 +70,7 @@ class KvcmasConfig:
     max_kl: float = 0.02
     state_bytes: int = 1 << 30
     log_decisions: LogDecisions = "off"
+    backend: Backend = "auto"
     allow_overrides: bool = False
 
     def __post_init__(self) -> None:
@@ -74,6 +78,7 @@ class KvcmasConfig:
             ("policy", get_args(Policy)),
             ("estimator", get_args(EstimatorName)),
             ("log_decisions", get_args(LogDecisions)),
+            ("backend", get_args(Backend)),
         ):
             if getattr(self, name) not in allowed:
                 raise ConfigError(f"{_flag(name)} is {getattr(self, name)!r}, but must be one of {', '.join(allowed)}.")
@@ -146,6 +151,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add("max_kl", "Quality budget: largest predicted KL of a reused span, nats.", type=float)
     add("state_bytes", "Budget for deltas and estimator state, bytes.", type=int)
     add("log_decisions", "Which decisions are logged.", choices=get_args(LogDecisions))
+    add("backend", "What runs corrections; auto: the fastest that works.", choices=get_args(Backend))
     group.add_argument(
         _flag("allow_overrides"),
         action="store_true",

@@ -18,7 +18,7 @@ from kvcmas_sgl.radix_ext.decision import Base
 from kvcmas_sgl.radix_ext.estimators import Edge
 from kvcmas_sgl.radix_ext.kv_view import KVView
 from kvcmas_sgl.radix_ext.sources import Source, edge
-from kvcmas_sgl.triton_kernels import Delta, Segment, plan, run
+from kvcmas_sgl.triton_kernels import Delta, Segment
 from torch import Tensor
 
 ANSWER_TOKENS = 8
@@ -175,9 +175,7 @@ class Auditor:
                     offset=offset,
                     delta=trial.delta,
                 )
-                view = self._view
-                batch = plan([segment], view.table, head_dim=view.head_dim, kv_heads=view.kv_heads)
-                run(batch, view.k_buffers, view.v_buffers)
+                self._view.correct([segment])
             slots[fresh] = taken[length:]
             return forward(job.tokens, slots, rows)
         finally:

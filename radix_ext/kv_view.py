@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from kvcmas_sgl.triton_kernels import RotaryTable, rotate
+from kvcmas_sgl.triton_kernels import RotaryTable, Segment, plan, rotate, run
 from torch import Tensor
 
 
@@ -25,11 +25,15 @@ class SampledRows:
 
 @dataclass(frozen=True, eq=False)
 class KVView:
-    """Buffers ``[slots, H, d]`` per layer (D = H * d), and the model's own rotary table."""
+    """Buffers ``[slots, H, d]`` per layer (D = H * d), and the model's own rotary table.
+
+    ``backend``: which backend of the correction op works on them.
+    """
 
     k_buffers: Sequence[Tensor]
     v_buffers: Sequence[Tensor]
     table: RotaryTable
+    backend: str = "auto"
 
     @property
     def layers(self) -> int:
@@ -66,6 +70,14 @@ class KVView:
         k = torch.stack([buffer.index_select(0, slots) for buffer in self.k_buffers[layers]])
         v = torch.stack([buffer.index_select(0, slots) for buffer in self.v_buffers[layers]])
         return self.canonical(k, v, positions)
+
+    def correct(self, segments: Sequence[Segment]) -> None:
+        """Move and correct ``segments`` within the pool, all layers of all of them in one batch.
+
+        Raises CorrectionError if what was written holds NaN or Inf.
+        """
+        made = plan(segments, self.table, head_dim=self.head_dim, kv_heads=self.kv_heads, backend=self.backend)
+        run(made, self.k_buffers, self.v_buffers)
 
     def copy_rows(self, source: Tensor, target: Tensor) -> None:
         """Copy whole rows of every layer between slots (int64 [n] each, disjoint)."""

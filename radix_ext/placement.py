@@ -19,7 +19,7 @@ from kvcmas_sgl.radix_ext.planner import Planner
 from kvcmas_sgl.radix_ext.request import AgentRequest, Placed
 from kvcmas_sgl.radix_ext.sources import Source
 from kvcmas_sgl.radix_ext.statistics import Statistics
-from kvcmas_sgl.triton_kernels import Segment, plan, run
+from kvcmas_sgl.triton_kernels import Segment
 from torch import Tensor
 
 if TYPE_CHECKING:
@@ -117,10 +117,8 @@ class Placer:
         return steps
 
     def _correct(self, steps: Sequence[_Step]) -> None:
-        view = self._view
         if steps:
-            batch = plan([s.segment for s in steps], view.table, head_dim=view.head_dim, kv_heads=view.kv_heads)
-            run(batch, view.k_buffers, view.v_buffers)
+            self._view.correct([step.segment for step in steps])
 
     def _failed(self, one: Pass, steps: Sequence[_Step]) -> None:
         self._statistics.fallbacks += 1

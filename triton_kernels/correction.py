@@ -10,7 +10,9 @@ with fp32 arithmetic and one rounding to the pool's dtype at the end. Layer 0 is
 
 from __future__ import annotations
 
+import functools
 import importlib
+import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,6 +22,8 @@ from torch import Tensor
 from .batch import CorrectionPlan, Group, Segment
 from .delta import Delta, ZeroDelta
 from .rope import RotaryTable
+
+logger = logging.getLogger(__name__)
 
 BACKENDS = ("auto", "cpu", "torch")
 _PREFERRED = ("cpu",)
@@ -142,21 +146,39 @@ def run(plan: CorrectionPlan, k_buffers: Sequence[Tensor], v_buffers: Sequence[T
             raise ValueError(f"a delta has {group.delta.layers} layers: the pool has {len(k_buffers)}")
 
     if plan.groups and k_buffers:
-        name = backend_for(k_buffers[0].device, k_buffers[0].dtype, plan.backend)
+        device, dtype, name = k_buffers[0].device, k_buffers[0].dtype, plan.backend
+        if name == "auto":
+            name = backend_for(device, dtype, plan.kv_heads, plan.head_dim)
+        elif (reason := _module(name).unavailable(device, dtype)) is not None:
+            raise ValueError(f"backend {name!r} cannot be used: {reason}")
         _module(name).run(plan, k_buffers, v_buffers)
 
 
-def backend_for(device: torch.device, dtype: torch.dtype, wanted: str = "auto") -> str:
-    """The backend that works on a pool of ``dtype`` on ``device``: ``wanted``, or for "auto" the fastest that can.
+def backend_for(device: torch.device, dtype: torch.dtype, kv_heads: int, head_dim: int, wanted: str = "auto") -> str:
+    """The backend that works on such a pool: ``wanted``, or for "auto" the first of the preferred ones that can.
 
-    The first call may take a second or two, where a backend has to be compiled. Raises ValueError if ``wanted`` cannot.
+    A backend is trusted once it has agreed with the torch reference on a small pool (`self_check`), so the first call
+    may take seconds: kernels are compiled. Raises ValueError if ``wanted`` cannot be used.
     """
     if wanted == "auto":
-        return next((name for name in _PREFERRED if _module(name).unavailable(device, dtype) is None), "torch")
-    reason = _module(wanted).unavailable(device, dtype)
+        return next((name for name in _PREFERRED if _refusal(name, device, dtype, kv_heads, head_dim) is None), "torch")
+    reason = _refusal(wanted, device, dtype, kv_heads, head_dim)
     if reason is not None:
         raise ValueError(f"backend {wanted!r} cannot be used: {reason}")
     return wanted
+
+
+@functools.cache
+def _refusal(name: str, device: torch.device, dtype: torch.dtype, kv_heads: int, head_dim: int) -> str | None:
+    from . import self_check
+
+    module = _module(name)
+    reason: str | None = module.unavailable(device, dtype)
+    if reason is None and name != "torch":
+        reason = self_check.disagreement(module, device, dtype, kv_heads, head_dim)
+        if reason is not None:
+            logger.error("kvcmas: the %s backend of the correction op is not used: %s", name, reason)
+    return reason
 
 
 def _module(name: str) -> Any:

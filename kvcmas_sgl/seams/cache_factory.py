@@ -18,16 +18,14 @@ def create(ctx: Any) -> Any:
 
     from kvcmas_sgl import metrics
     from kvcmas_sgl.radix_ext.cache import DeltaRadixCache
-    from kvcmas_sgl.radix_ext.kv_view import KVView
     from kvcmas_sgl.radix_ext.node_marks import DeltaFullComponent
     from kvcmas_sgl.seams import hooks
-    from kvcmas_sgl.triton_kernels import backend_for
 
     hooks.extend_server()
     hooks.check_complete()
     config = published_config() or KvcmasConfig()
     pool = ctx.params.token_to_kv_pool_allocator.get_kvcache()
-    view = KVView(pool.k_buffer, pool.v_buffer, rotary_table(ctx.tp_worker.model_runner.model))
+    view = _view(pool, rotary_table(ctx.tp_worker.model_runner.model), config.backend)
     ctx.params.component_registry_override = {ComponentType.FULL: DeltaFullComponent}
     cache = create_unified_radix_cache(ctx, cache_class=functools.partial(DeltaRadixCache, config=config, view=view))
     ctx.tp_worker.model_runner.kvcmas_cache = cache
@@ -40,10 +38,26 @@ def create(ctx: Any) -> Any:
         view.kv_heads,
         view.head_dim,
         view.dtype,
-        # Asked here, so that a kernel is compiled at the start and not in the first request that needs it.
-        backend_for(view.k_buffers[0].device, view.dtype),
+        view.backend,
     )
     return cache
+
+
+def _view(pool: Any, table: Any, backend: str) -> Any:
+    """The pool with the backend that was chosen for it; kernels are compiled and checked now, not in a request.
+
+    Raises `UnsupportedSetupError` when the operator's choice cannot be used.
+    """
+    from kvcmas_sgl.radix_ext.kv_view import KVView
+    from kvcmas_sgl.support import UnsupportedSetupError
+    from kvcmas_sgl.triton_kernels import backend_for
+
+    first = pool.k_buffer[0]
+    try:
+        name = backend_for(first.device, first.dtype, first.shape[1], first.shape[2], backend)
+    except ValueError as error:
+        raise UnsupportedSetupError(f"--kvcmas-backend is {backend!r}, but {error}.") from error
+    return KVView(pool.k_buffer, pool.v_buffer, table, name)
 
 
 def rotary_table(model: Any) -> Any:

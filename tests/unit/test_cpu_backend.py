@@ -9,7 +9,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from kvcmas_sgl.triton_kernels import AffineDelta, Delta, LowRankDelta, RotaryTable, Segment, cpu_backend, plan, run
+from kvcmas_sgl.triton_kernels import (
+    AffineDelta,
+    Delta,
+    LowRankDelta,
+    RotaryTable,
+    Segment,
+    correction,
+    cpu_backend,
+    plan,
+    run,
+)
 from kvcmas_sgl.triton_kernels.cpu_backend import pack
 from kvcmas_sgl.triton_kernels.cpu_build import BuildError, build, load
 
@@ -118,7 +128,7 @@ def test_without_a_compiler_corrections_run_on_torch_and_the_log_says_why(
 ) -> None:
     monkeypatch.setenv("CC", "no-such-compiler")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    cpu_backend._library.cache_clear()
+    forget()
     try:
         k, v = buffers(torch.float32)
         with caplog.at_level(logging.WARNING):
@@ -128,7 +138,13 @@ def test_without_a_compiler_corrections_run_on_torch_and_the_log_says_why(
         run(batch(affine(), "torch"), want_k, want_v)
         assert all(torch.equal(a, b) for a, b in zip(k + v, want_k + want_v, strict=True))
     finally:
-        cpu_backend._library.cache_clear()
+        forget()
+
+
+def forget() -> None:
+    """What was found out about backends in this process."""
+    cpu_backend._library.cache_clear()
+    correction._refusal.cache_clear()
 
 
 def test_a_compilers_error_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
