@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import triton.testing
 from kvcmas_sgl.triton_kernels import LowRankDelta, triton_backend, triton_source, triton_tuning
 from kvcmas_sgl.triton_kernels.triton_tuning import Features, Shape, Tile, default, fits
 from triton.compiler.compiler import max_shared_mem
@@ -162,6 +163,21 @@ def test_the_tuner_drops_what_needs_more_shared_memory() -> None:
     assert fits(*launch)
     loading(needed - 1)
     assert not fits(*launch)
+
+
+def test_tuning_keeps_the_fastest_that_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    slow, fast, spilling = Tile(16, 4, 32, 4, 1), Tile(16, 2, 32, 4, 1), Tile(64, 4, 32, 4, 1)
+    # Nothing can be timed here: the times of the two that are left, in the order of the candidates.
+    times = iter([3.0, 2.0])
+    monkeypatch.setattr(triton.testing, "do_bench", lambda *_: next(times))
+    monkeypatch.setattr(triton_tuning, "TILES", (slow, fast, spilling))
+    monkeypatch.setattr(triton_tuning, "_tuned", {})
+    loading(SHARED["sm_90"])
+    plan = planned(LLAMA, segments(0, [(40, 0, LLAMA.low_rank(1, 40, 32))]))
+    best = triton_tuning.tune(plan, *LLAMA.pool(1))
+    (shape,) = best
+    assert best[shape] == 2.0
+    assert triton_tuning.chosen(shape)[0] == fast and triton_tuning.tuned() == {shape: triton_tuning.chosen(shape)}
 
 
 def test_tuned_configurations_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
