@@ -6,7 +6,8 @@ READY := $(VENV)/.ready
 REPORTS := reports
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lock demo examples test lint unit engine server bench-attention bench-kernels bench-spans clean
+.PHONY: help setup lock demo examples test lint unit kernels engine server bench-attention bench-kernels bench-spans \
+	gpu-check clean
 
 help: ## Show this help
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -31,7 +32,7 @@ demo: setup ## The main job on a real model and real text, beside stock SGLang (
 examples: setup ## Five multi-agent programs, LangGraph and AutoGen among them (reports/examples.json)
 	$(BIN)/python -m examples --reports $(REPORTS)
 
-test: setup lint unit engine server ## Everything that can be checked here
+test: setup lint unit kernels engine server ## Everything that can be checked here
 
 lint: setup ## ruff and mypy
 	$(BIN)/ruff check .
@@ -44,6 +45,11 @@ lint: setup ## ruff and mypy
 
 unit: setup ## Tests of tensors, formats and tree rules
 	$(BIN)/pytest tests/unit tests/tree
+
+kernels: setup ## Tests of the GPU kernels without a GPU: Triton interprets in one process and compiles in another
+	TRITON_INTERPRET=1 $(BIN)/pytest tests/kernels/interpreted
+	$(BIN)/pytest tests/kernels/compiled
+	$(BIN)/pytest tests/kernels/test_flashinfer.py
 
 engine: setup ## Tests on SGLang's in-process engine
 	$(BIN)/pytest tests/engine
@@ -60,6 +66,9 @@ bench-kernels: setup ## Correction op against a plain copy; reuse and learning a
 
 bench-spans: setup ## Several spans a prompt, agents at once: throughput against stock SGLang (reports/spans.json)
 	$(BIN)/python -m benchmarks.spans --reports $(REPORTS)
+
+gpu-check: setup ## What needs a GPU: correctness and time of the correction op, serving (reports/gpu_check.json)
+	$(BIN)/python -m benchmarks.gpu_check --reports $(REPORTS)
 
 clean: ## Remove the virtual environment, reports and caches
 	rm -rf $(VENV) build $(REPORTS) .mypy_cache .ruff_cache .hypothesis *.egg-info

@@ -25,8 +25,8 @@ from .rope import RotaryTable
 
 logger = logging.getLogger(__name__)
 
-BACKENDS = ("auto", "cpu", "torch")
-_PREFERRED = ("cpu",)
+BACKENDS = ("auto", "cpu", "triton", "flashinfer", "torch")
+_PREFERRED = ("cpu", "triton")
 """What "auto" tries, in this order, before the torch reference."""
 
 

@@ -335,7 +335,7 @@ def test_plan_refuses(segments: list[Segment], message: str) -> None:
 
 
 def test_an_unknown_backend_is_refused_with_the_allowed_names() -> None:
-    with pytest.raises(ValueError, match=r"backend is 'cuda': it must be one of auto, cpu, torch"):
+    with pytest.raises(ValueError, match=r"backend is 'cuda': it must be one of auto, cpu, triton, flashinfer, torch"):
         plan([], TABLE, head_dim=DIM, kv_heads=HEADS, backend="cuda")
 
 
