@@ -174,7 +174,7 @@ def test_an_unknown_kind_of_delta_is_refused() -> None:
 
 def test_why_it_is_unavailable_without_a_gpu() -> None:
     why = flashinfer_backend.unavailable(torch.device("cpu"), torch.bfloat16)
-    assert why == "FlashInfer needs an NVIDIA GPU: the KV pool is on cpu."
+    assert why == "FlashInfer needs an NVIDIA GPU: the KV pool is on cpu"
 
 
 def _skipping(real: Callable[..., None]) -> Callable[..., None]:

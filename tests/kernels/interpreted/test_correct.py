@@ -218,8 +218,7 @@ def test_tables_go_with_their_plan() -> None:
 
 
 def test_why_it_is_unavailable_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert triton_backend.unavailable(torch.device("cpu"), torch.bfloat16) is None
+    cpu = torch.device("cpu")
+    assert triton_backend.unavailable(cpu, torch.bfloat16) is None
     monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
-    assert (
-        triton_backend.unavailable(torch.device("cpu"), torch.bfloat16) == "Triton needs a GPU: the KV pool is on cpu"
-    )
+    assert triton_backend.unavailable(cpu, torch.bfloat16) == "Triton needs a GPU: the KV pool is on cpu"
