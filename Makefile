@@ -6,7 +6,7 @@ READY := $(VENV)/.ready
 REPORTS := reports
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lock demo examples test lint unit engine server bench-attention bench-spans clean
+.PHONY: help setup lock demo examples test lint unit engine server bench-attention bench-spans bench-quality clean
 
 help: ## Show this help
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -56,6 +56,9 @@ bench-attention: setup ## CPU attention backend against torch_native (reports/cp
 
 bench-spans: setup ## Several spans a prompt, agents at once: throughput against stock SGLang (reports/spans.json)
 	$(BIN)/python -m benchmarks.spans --reports $(REPORTS)
+
+bench-quality: setup ## Every reuse method on the same multi-agent prompts (reports/quality.html); QUICK=1 takes minutes
+	$(BIN)/python -m benchmarks.quality --reports $(REPORTS) $(if $(QUICK),--quick)
 
 clean: ## Remove the virtual environment, reports and caches
 	rm -rf $(VENV) build $(REPORTS) .mypy_cache .ruff_cache .hypothesis *.egg-info

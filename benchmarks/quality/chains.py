@@ -13,7 +13,7 @@ from benchmarks.quality.recompute import Pass
 from benchmarks.quality.reference import KV, ReferenceModel
 
 SNAPSHOT_LAYERS = 3
-"""Hidden states are kept at the input of every third layer: where DroidSpeak and RelayCaching may start to recompute."""
+"""Hidden states are kept at every third layer's input: where DroidSpeak and RelayCaching may start to recompute."""
 
 
 @dataclass(frozen=True)

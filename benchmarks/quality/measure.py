@@ -33,9 +33,9 @@ class Result:
 
     kl: nats at each token of the request and of the dense answer, fp64 [n]; ``first`` is the index whose next token
     begins the answer. top1: bool [n]. same_answer: the method's greedy answer has the dense one's tokens. error_k,
-    error_v: relative error of the spans' KV, fp32 [L]. token_error: squared error of K and V over the squared norms, per
-    span token. reusable: token-layers from the end of the prefix to that of the last span; computed, reused, encoded as
-    in `Used`; request: token-layers after the spans.
+    error_v: relative error of the spans' KV, fp32 [L]. token_error: squared error of K and V over the squared norms,
+    per span token. selected: bool, which of the span tokens a rule chose. computed, reused, encoded: as in `Used`;
+    request: token-layers after the spans; seconds: to get the KV, the request not included.
     """
 
     method: str
@@ -50,6 +50,7 @@ class Result:
     error_k: Tensor
     error_v: Tensor
     token_error: Tensor
+    span_lengths: tuple[int, ...]
     selected: Tensor | None
     computed: int
     reused: int
@@ -69,7 +70,7 @@ class DenseScores:
 
 
 def measure_chain(model: ReferenceModel, methods: Sequence[Method], chain: Chain) -> list[Result]:
-    """Every method on every reading but the first. A method's sources are what it itself left at the readings before."""
+    """Every method on every reading but the first. A method's sources are what it left there before."""
     results = []
     dense = {reading.agent: DenseScores(model, reading) for reading in chain.readings[1:]}
     for method in methods:
@@ -124,6 +125,7 @@ def compare(
         error_k=error_k,
         error_v=error_v,
         token_error=token_error,
+        span_lengths=tuple(len(span) for span in prompt.spans),
         selected=None if used.selected is None else used.selected[rows],
         computed=used.computed,
         reused=used.reused,
@@ -143,8 +145,8 @@ def choose(model: ReferenceModel, kv: KV, probe: Probe) -> tuple[int, ...]:
 def span_errors(reading: Reading, kv: KV) -> tuple[Tensor, Tensor, Tensor]:
     """(K [L], V [L], per token [n]): relative Frobenius errors of the spans' KV, and squared ones of each token.
 
-    Both are as placed; a rotation changes no norm. A token's is the mean over layers from 1 on, and over K and V, of its
-    squared error over the layer's squared norm.
+    Both are as placed; a rotation changes no norm. A token's is the mean over layers from 1 on, and over K and V, of
+    its squared error over the layer's squared norm.
     """
     rows = torch.cat([torch.arange(span.start, span.stop) for span in reading.prompt.spans])
     relative, tokens = [], torch.zeros(len(rows))

@@ -1,8 +1,8 @@
 """Generated probes: one fact (single-hop) or two facts from two documents (multi-hop), answered by naming an option.
 
-Kamera (arXiv 2606.23581) reports that naive reuse keeps single-hop answers and loses multi-hop ones, so damage has to be
-looked for in questions whose facts must be combined. SmolLM2-135M does not combine two facts silently (.06 right, at .17
-by chance), so a multi-hop question asks for both, one after the other: the owner, and then the owner's town.
+Kamera (arXiv 2606.23581) reports that naive reuse keeps single-hop answers and loses multi-hop ones, so damage has to
+be looked for in questions whose facts must be combined. SmolLM2-135M does not combine two facts silently (.06 right, at
+.17 by chance), so a multi-hop question asks for both, one after the other: the owner, and then the owner's town.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """What the agents read: tasks, and the token prompts of a chain of agents over one task.
 
 A chain: every agent reads the same documents and the answers of the agents before it, with its own text in between and
-its own request last. Shared texts and own texts are tokenized apart, so that a span has the same tokens for every reader.
+its own request last. Shared texts and own texts are tokenized apart, so that a span has the same tokens for every
+reader.
 """
 
 from __future__ import annotations
@@ -113,7 +114,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Prompt:
-    """tokens: int64 [n]; the first ``prefix`` are the agent's own and never change; what follows ``body`` is its request."""
+    """tokens: int64 [n]; the first ``prefix`` are the agent's own; after ``body`` comes its request."""
 
     tokens: Tensor
     prefix: int

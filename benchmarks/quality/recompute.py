@@ -11,8 +11,8 @@ from benchmarks.quality.reference import KV, ReferenceModel
 class Pass:
     """Computes ``rows`` of a prompt layer by layer, over KV that holds something for every other row.
 
-    tokens: int64 [n]. kv: of all n tokens; copied unless ``in_place``, then overwritten at the rows of every step. rows:
-    int64, ascending. ``computed`` counts token-layers.
+    tokens: int64 [n]. kv: of all n tokens; copied unless ``in_place``, then overwritten at the rows of every step.
+    rows: int64, ascending. ``computed`` counts token-layers.
     """
 
     def __init__(self, model: ReferenceModel, tokens: Tensor, kv: KV, rows: Tensor, in_place: bool = False) -> None:

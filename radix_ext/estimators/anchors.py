@@ -26,7 +26,7 @@ MIN_ANCHORS = 2
 
 
 class AnchorsEstimator(PoolEstimator):
-    """``top_k``: anchors a token is corrected from, all if None. ``tau``: of the entropy gate, which None leaves out."""
+    """``top_k``: anchors a token is corrected from, all if None. ``tau``: the entropy gate's, which None leaves out."""
 
     name = "anchors"
     needs_base = True
@@ -67,7 +67,7 @@ class AnchorsEstimator(PoolEstimator):
 
 
 def mean_distance(bases: Sequence[Tensor], base: Tensor) -> Tensor:
-    """fp32 [A, n]: mean absolute difference of ``base`` [L, n, D] to each of ``bases`` [L, n_i, D], infinite beyond n_i."""
+    """fp32 [A, n]: mean |difference| of ``base`` [L, n, D] to each of ``bases`` [L, n_i, D], infinite past n_i."""
     out = base.new_full((len(bases), base.shape[1]), math.inf)
     for i, other in enumerate(bases):
         out[i, : other.shape[1]] = (base[:, : other.shape[1]] - other).abs().mean((0, 2))

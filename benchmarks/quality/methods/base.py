@@ -1,4 +1,4 @@
-"""What a method is: it learns from dense chains, then says which KV a reader is to use for its prompt, and at what cost."""
+"""What a method is: it learns from dense chains, then says which KV a reader is to use, and at what cost."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ class Used:
 class Method(ABC):
     """One way to reuse spans.
 
-    ``name`` is the row in the report; ``family`` and ``parameter`` place it on a curve; ``note`` says how it differs from
-    its paper; ``context_free``: it starts from content encoded alone, not from what the last reader holds.
+    ``name`` is the row in the report; ``family`` and ``parameter`` place it on a curve; ``note`` says how it differs
+    from its paper; ``context_free``: it starts from content encoded alone, not from what the last reader holds.
     """
 
     note = ""
@@ -48,10 +48,10 @@ class Method(ABC):
         """Before anything else: the model, and what agents hold of their own."""
         self.model, self.runner = model, runner
 
-    def learn(self, chain: Chain) -> None:
+    def learn(self, chain: Chain) -> None:  # noqa: B027 (most methods learn nothing)
         """Take in one dense chain of the learning set; it is dropped afterwards."""
 
-    def finish_learning(self) -> None:
+    def finish_learning(self) -> None:  # noqa: B027
         """After the last chain of the learning set."""
 
     @abstractmethod

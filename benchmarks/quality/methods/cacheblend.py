@@ -1,7 +1,7 @@
 """CacheBlend (arXiv 2405.16444), re-implemented from a description of its released code.
 
-Layers 0 and 1 are computed for all tokens; one selection at layer 1 by the squared difference between fresh and cached V,
-the ``ratio`` of the span tokens with the largest; every later layer computes these and the glue only.
+Layers 0 and 1 are computed for all tokens; one selection at layer 1 by the squared difference between fresh and cached
+V, the ``ratio`` of the span tokens with the largest; every later layer computes these and the glue only.
 """
 
 from __future__ import annotations

@@ -72,7 +72,7 @@ class LayerProfile:
 
 
 class DroidSpeak(Method):
-    """Recomputes the groups of three layers that help most, up to ``budget`` of all layers; ``profile`` can be shared."""
+    """Recomputes the groups of three layers that help most, up to ``budget`` of them. A ``profile`` can be shared."""
 
     note = "groups of 3 layers, profiled on 3 readings; hidden states of the first exact run"
 

@@ -1,8 +1,10 @@
-"""KVComm (arXiv 2510.12872) and KVCMAS (arXiv 2609.34060), re-implemented from descriptions, their defaults as published.
+"""KVComm (arXiv 2510.12872) and KVCMAS (arXiv 2609.34060), re-implemented from descriptions, their defaults as
+published.
 
-Both never compute an agent's text between spans: they take it from the agent's template prompt, in which a marker stands
-for every span, and rotate it. KVComm corrects it: anchors also keep the delta of the glue after the span, weighted channel
-by channel with a softmax over the anchors of minus the L2 distance of the span's base. KVCMAS leaves it as it is.
+Both never compute an agent's text between spans: they take it from the agent's template prompt, in which a marker
+stands for every span, and rotate it. KVComm corrects it: anchors also keep the delta of the glue after the span,
+weighted channel by channel with a softmax over the anchors of minus the L2 distance of the span's base. KVCMAS leaves
+it as it is.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ class _GlueDelta:
 
 
 class Published(DeltaMethod):
-    """``estimator``: anchors with the method's rank and pool. ``tau``: of the gate. ``correct_glue``: as KVComm does."""
+    """``estimator``: anchors with the method's rank and pool; ``tau``: the gate's; ``correct_glue``: as KVComm does."""
 
     def __init__(
         self,
