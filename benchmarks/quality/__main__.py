@@ -28,7 +28,7 @@ from benchmarks.quality.report import Report, table, write
 from benchmarks.quality.summary import cells, scored_hops, summarize
 from kvcmas_sgl.prepare_model import ModelError, default_model
 
-_QUICK = {"learn": 6, "test": 6, "answer_tokens": 16, "noise_chains": 1}
+_QUICK = {"learn": 6, "test": 6, "answer_tokens": 24, "noise_chains": 1}
 
 
 def parser() -> argparse.ArgumentParser:
@@ -38,7 +38,7 @@ def parser() -> argparse.ArgumentParser:
     for name, default, text in (
         ("learn", 24, f"chains that methods learn from, an even mixture of {', '.join(KINDS)}"),
         ("test", 30, "chains with other content that methods are measured on"),
-        ("answer-tokens", 24, "tokens of every agent's greedy answer"),
+        ("answer-tokens", 32, "tokens of every agent's greedy answer"),
         ("noise-chains", 3, "test chains on which bf16 noise is measured, 0 for none"),
     ):
         shape.add_argument(f"--{name}", type=int, default=default, metavar="N", help=f"{text} (default: {default})")

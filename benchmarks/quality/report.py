@@ -70,12 +70,9 @@ def table(rows: Mapping[str, Row]) -> str:
     """The main methods as aligned plain text."""
     lines = [_HEAD, *(_cells(name, rows[name]) for name in MAIN if name in rows)]
     widths = [max(len(line[i]) for line in lines) for i in range(len(_HEAD))]
+    padded = [[cell.rjust(width) for cell, width in zip(line, widths, strict=True)] for line in lines]
     return "\n".join(
-        "  ".join(
-            cell.rjust(width) if i else cell.ljust(width)
-            for i, (cell, width) in enumerate(zip(line, widths, strict=True))
-        )
-        for line in lines
+        "  ".join([line[0].ljust(widths[0]), *cells[1:]]) for line, cells in zip(lines, padded, strict=True)
     )
 
 

@@ -49,7 +49,7 @@ class Matrix:
         return left if self.right is None else left @ self.right
 
 
-@dataclass
+@dataclass(eq=False)
 class Anchor:
     """One past span: base and delta, K (canonical) and V; ``uses`` counts the predictions that it took part in."""
 
@@ -151,7 +151,8 @@ class PoolEstimator(Estimator):
             parts = (torch.cat([obs.tensors[i][:, :rows] for obs in chunks]) for i in range(4))
             held = self._anchors.setdefault(edge, [])
             if len(held) == self._pool:
-                held.remove(min(held[:EVICTION_WINDOW], key=lambda anchor: anchor.uses))
+                uses = [anchor.uses for anchor in held[:EVICTION_WINDOW]]
+                del held[uses.index(min(uses))]
             held.append(Anchor(*(Matrix.keep(part, self._rank) for part in parts)))
         self._spans[edge] = self.spans_seen(edge) + 1
 

@@ -104,7 +104,7 @@ def test_shorter_anchors_cover_only_the_rows_they_have() -> None:
 
 
 def test_low_rank_anchors_are_matched_by_their_low_rank_base() -> None:
-    """At rank r < min(n, D) base and delta are their best rank-r approximations (SVD), within the range finder's error."""
+    """At rank r < min(n, D) base and delta are their best rank-r approximations, those of the SVD."""
     rank, n = 2, 40
     rng = torch.Generator().manual_seed(3)
 

@@ -73,6 +73,7 @@ def make_methods(model: ReferenceModel) -> list[Method]:
         Dense("dense"),
         Rechunked("noise"),
         FullShared("fullshared"),
+        *(FullShared(f"fullshared@{head}", head=head) for head in (8, OURS_HEAD, 32)),
         FullShared("fullshared_context_free", context_free=True),
         *(DroidSpeak("droidspeak" if b == 0.2 else f"droidspeak@{b}", b, profile) for b in (0.1, 0.2, 0.4)),
         *(CacheBlend("cacheblend" if r == 0.16 else f"cacheblend@{r}", r) for r in (0.05, 0.16, 0.3)),
