@@ -32,14 +32,17 @@ def draw_trade(rows: Mapping[str, Row], methods: Sequence[Method], path: Path) -
     for method in methods:
         if method.name in rows and method.name not in _SKIPPED:
             families.setdefault(method.family, []).append((method.parameter or 0.0, method.name))
-    for family, members in families.items():
+    for number, (family, members) in enumerate(families.items()):
         points = [rows[name] for _, name in sorted(members)]
         x = [row.recomputed_share for row in points]
         y = [max(row.kl_mean, 1e-9) for row in points]
         colour = _COLOURS.get(family, _OTHER)
         strong = family in _OURS
-        axes.plot(x, y, "-o", color=colour, linewidth=2.2 if strong else 1.2, markersize=7 if strong else 5)
-        axes.annotate(family, (x[-1], y[-1]), xytext=(7, 4), textcoords="offset points", color=colour, fontsize=9)
+        # Methods without a colour of their own are told apart by their marks.
+        mark = "o" if family in _COLOURS else "sv^<>PX*dph"[number % 11]
+        width, size = (2.2, 7) if strong else (1.2, 6)
+        axes.plot(x, y, linestyle="-", marker=mark, color=colour, linewidth=width, markersize=size, label=family)
+    axes.legend(frameon=False, fontsize=9, loc="upper left", bbox_to_anchor=(1, 1))
     axes.axhline(rows["fullshared"].kl_mean, color=_COLOURS["fullshared"], linestyle=":", linewidth=1)
     axes.set_yscale("log")
     axes.set_xlabel("token-layers computed, of those of a dense run (the request included)")
