@@ -16,7 +16,7 @@ class Dense(Method):
 
 
 class Rechunked(Method):
-    """Everything is computed again from position 0 on, in chunks of ``chunk`` tokens: rounding alone differs."""
+    """Everything after the agent's prefix is computed again, in chunks of ``chunk`` tokens: rounding alone differs."""
 
     note = "fp32 like every row; noise_bf16 is the same between two bf16 runs"
 
@@ -25,8 +25,8 @@ class Rechunked(Method):
         self._chunk = chunk
 
     def read(self, chain: Chain, reading: Reading, sources: Mapping[str, Held]) -> Used:
-        tokens, kv = reading.prompt.tokens[: reading.prompt.body], None
-        for start in range(0, len(tokens), self._chunk):
-            kv = self.model.extend(tokens[start : start + self._chunk], kv)[1]
-        assert kv is not None
+        prompt = reading.prompt
+        kv = reading.dense.cut(0, prompt.prefix)
+        for start in range(prompt.prefix, prompt.body, self._chunk):
+            kv = self.model.extend(prompt.tokens[start : min(start + self._chunk, prompt.body)], kv)[1]
         return Used(kv, reusable(self.model, reading.prompt), 0)
