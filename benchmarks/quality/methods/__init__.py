@@ -105,10 +105,7 @@ def make_methods(model: ReferenceModel) -> list[Method]:
         ),
         *(ours(head) for head in (0, 8, OURS_HEAD, 32)),
         ours(OURS_HEAD, 16),
-        *(
-            OwnDelta("ours_own_delta" if r == 32 else f"ours_own_delta@{r}", r, family="own delta", parameter=r)
-            for r in (8, 32)
-        ),
+        *(OwnDelta("ours_own_delta" if r == 32 else f"ours_own_delta@{r}", r, family="own delta") for r in (8, 32)),
         DeltaMethod("none", NoneEstimator(*size), note="control of the estimator interface: must equal fullshared"),
         DeltaMethod("mean", MeanEstimator(*size, pool=CONTROL_POOL), note="mean delta of learned spans at each index"),
         DeltaMethod(

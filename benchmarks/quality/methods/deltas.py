@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import cast
 
 import torch
 from kvcmas_sgl.radix_ext.estimators import Edge, Estimator, Observation, SpanBase
-from kvcmas_sgl.triton_kernels import Delta
+from kvcmas_sgl.radix_ext.lowrank import compress
+from kvcmas_sgl.triton_kernels import Delta, LowRankDelta
 from torch import Tensor
 
 from benchmarks.quality.chains import Chain, Held, Reading, holder
@@ -117,24 +117,27 @@ class OwnDelta(DeltaMethod):
     conversation, so for spans after the first this is an upper bound.
     """
 
-    def __init__(self, name: str, rank: int | None, *, context_free: bool = False, **curve: object) -> None:
-        note = cast(str, curve.pop("note", "second visit: the reader has seen this content"))
-        super().__init__(name, None, context_free=context_free, note=note, **curve)  # type: ignore[arg-type]
+    def __init__(
+        self,
+        name: str,
+        rank: int | None,
+        *,
+        context_free: bool = False,
+        family: str | None = None,
+        note: str = "second visit: the reader has seen this content in this conversation",
+    ) -> None:
+        super().__init__(name, None, context_free=context_free, family=family, parameter=rank, note=note)
         self._rank = rank
-        self._bytes = [0, 0]
+        self._bytes: list[int] = []
 
     def delta(self, reading: Reading, span: Span, held: Held, base: SpanBase) -> Delta | None:
-        from kvcmas_sgl.radix_ext.lowrank import compress
-        from kvcmas_sgl.triton_kernels import LowRankDelta
-
         true = self.model.canonical(reading.dense.cut(span.start, span.stop), span.start)
         rank = self._rank or base.k.shape[2]
         out = LowRankDelta(*compress(true[0] - base.k, rank), *compress(true[1] - base.v, rank))
-        self._bytes[0] += out.nbytes
-        self._bytes[1] += 1
+        self._bytes.append(out.nbytes)
         return out
 
     @property
     def state_bytes(self) -> int:
-        """Of one span, on average."""
-        return self._bytes[0] // max(1, self._bytes[1])
+        """Of one span, on average: what a server keeps grows with the spans that it has seen."""
+        return sum(self._bytes) // max(1, len(self._bytes))
