@@ -7,7 +7,7 @@ REPORTS := reports
 
 .DEFAULT_GOAL := help
 .PHONY: help setup lock demo examples test lint unit kernels engine server bench-attention bench-kernels bench-spans \
-	gpu-check clean
+	bench-quality gpu-check clean
 
 help: ## Show this help
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -66,6 +66,9 @@ bench-kernels: setup ## Correction op against a plain copy; reuse and learning a
 
 bench-spans: setup ## Several spans a prompt, agents at once: throughput against stock SGLang (reports/spans.json)
 	$(BIN)/python -m benchmarks.spans --reports $(REPORTS)
+
+bench-quality: setup ## Every reuse method on the same multi-agent prompts (reports/quality.html); QUICK=1 takes minutes
+	$(BIN)/python -m benchmarks.quality --reports $(REPORTS) $(if $(QUICK),--quick)
 
 gpu-check: setup ## What needs a GPU: correctness and time of the correction op, serving (reports/gpu_check.json)
 	$(BIN)/python -m benchmarks.gpu_check --reports $(REPORTS)

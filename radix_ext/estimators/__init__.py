@@ -5,10 +5,14 @@ from __future__ import annotations
 from kvcmas_sgl.triton_kernels import ZERO_DELTA
 
 from .affine import AffineEstimator
-from .base import Edge, Estimator, Observation
+from .anchors import AnchorsEstimator
+from .base import Edge, Estimator, Observation, SpanBase
+from .mean import MeanEstimator
+from .nearest import NearestEstimator
 from .none import NoneEstimator
 
 ESTIMATORS = ("affine", "none")
+"""What a server can be told to use. The others match whole spans, and the engine hands no base to `predict`."""
 
 
 def make_estimator(name: str, *, layers: int, kv_heads: int, head_dim: int, rank: int) -> Estimator:
@@ -30,9 +34,13 @@ __all__ = [
     "ESTIMATORS",
     "ZERO_DELTA",
     "AffineEstimator",
+    "AnchorsEstimator",
     "Edge",
     "Estimator",
+    "MeanEstimator",
+    "NearestEstimator",
     "NoneEstimator",
     "Observation",
+    "SpanBase",
     "make_estimator",
 ]

@@ -30,7 +30,7 @@ from kvcmas_sgl.triton_kernels import AffineDelta, Delta
 from kvcmas_sgl.triton_kernels.delta import fading, token_features
 from torch import Tensor
 
-from .base import Edge, Estimator, Observation, check_observation
+from .base import Edge, Estimator, Observation, SpanBase, check_observation
 
 COMPONENTS = 64
 TOKEN_DECAYS = (math.inf,)
@@ -168,7 +168,7 @@ class AffineEstimator(Estimator):
         of_tokens = blocks.mean(2, keepdim=True).expand_as(blocks).flatten(1)
         return torch.cat([TOKEN_RIDGE * of_tokens, MEAN_RIDGE * square[:, tokens:]], dim=1)
 
-    def predict(self, edge: Edge) -> Delta | None:
+    def predict(self, edge: Edge, base: SpanBase | None = None) -> Delta | None:
         state = self._edges.get(edge)
         return None if state is None else state.delta
 

@@ -45,6 +45,18 @@ class Observation:
         return self.base_k, self.base_v, self.delta_k, self.delta_v
 
 
+@dataclass(frozen=True)
+class SpanBase:
+    """The source's KV of a whole span: k (canonical), v, fp32 [L, n, D], row ``i`` at span offset ``i``."""
+
+    k: Tensor
+    v: Tensor
+
+    @property
+    def length(self) -> int:
+        return self.k.shape[1]
+
+
 def check_observation(obs: Observation, layers: int, width: int) -> None:
     """Raise ValueError if ``obs`` does not fit a model of ``layers`` layers with D = ``width``, or is not finite."""
     want = (obs.base_k.shape[0], obs.t.numel(), width)
@@ -65,6 +77,8 @@ class Estimator(ABC):
     """Learns one delta per edge. Not thread-safe: one thread (the scheduler's) owns it."""
 
     name: str
+    needs_base: bool = False
+    """Whether ``predict`` has to see the base of the span that is to be corrected, all layers of it."""
 
     @abstractmethod
     def observe(self, edge: Edge, obs: Observation) -> None:
@@ -75,8 +89,12 @@ class Estimator(ABC):
         """End of a span: count it and make ``predict`` ready."""
 
     @abstractmethod
-    def predict(self, edge: Edge) -> Delta | None:
-        """What was learned, or None if the edge is unknown. The result does not change with later observations."""
+    def predict(self, edge: Edge, base: SpanBase | None = None) -> Delta | None:
+        """What was learned, or None if the edge is unknown. The result does not change with later observations.
+
+        ``base``: of the span, for estimators that match whole spans; the result then fits this span only. Raises
+        ValueError if the estimator needs it and it is None.
+        """
 
     @abstractmethod
     def spans_seen(self, edge: Edge) -> int:

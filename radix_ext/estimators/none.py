@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from kvcmas_sgl.triton_kernels import ZERO_DELTA, Delta
 
-from .base import Edge, Estimator, Observation, check_observation
+from .base import Edge, Estimator, Observation, SpanBase, check_observation
 
 
 class NoneEstimator(Estimator):
@@ -24,7 +24,7 @@ class NoneEstimator(Estimator):
     def finish(self, edge: Edge) -> None:
         self._spans[edge] = self.spans_seen(edge) + 1
 
-    def predict(self, edge: Edge) -> Delta | None:
+    def predict(self, edge: Edge, base: SpanBase | None = None) -> Delta | None:
         return ZERO_DELTA
 
     def spans_seen(self, edge: Edge) -> int:

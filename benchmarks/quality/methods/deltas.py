@@ -1,0 +1,143 @@
+"""Methods that add a delta to what somebody holds: the estimators of the cache, the published ones, and controls."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from kvcmas_sgl.radix_ext.estimators import Edge, Estimator, Observation, SpanBase
+from kvcmas_sgl.radix_ext.lowrank import compress
+from kvcmas_sgl.triton_kernels import Delta, LowRankDelta
+from torch import Tensor
+
+from benchmarks.quality.chains import Chain, Held, Reading, holder
+from benchmarks.quality.methods.base import Method, Used, body_pass, glue_mask, laid_out, reusable, rows_of
+from benchmarks.quality.prompts import Span
+from benchmarks.quality.reference import KV
+
+
+def edge_of(held: Held, reading: Reading, span: Span) -> Edge:
+    return Edge("quality", held.agent, holder(reading.agent, span))
+
+
+class DeltaMethod(Method):
+    """Base plus the delta of ``estimator``, then one pass over glue and whatever else is computed.
+
+    head, tail: first and last tokens of every span that are computed exactly. A span is computed whole where the
+    estimator has no answer and ``rotate_unknown`` is off. Methods may share an estimator, of which one ``learns``;
+    ``solve_once``: its solution depends on running sums only, so it is enough to solve after the last span.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        estimator: Estimator | None,
+        *,
+        context_free: bool = False,
+        head: int = 0,
+        tail: int = 0,
+        rotate_unknown: bool = False,
+        learns: bool = True,
+        solve_once: bool = False,
+        family: str | None = None,
+        parameter: float | None = None,
+        note: str = "",
+    ) -> None:
+        super().__init__(name, family, parameter)
+        self.estimator, self.context_free, self.note = estimator, context_free, note
+        self._head, self._tail, self._rotate_unknown = head, tail, rotate_unknown
+        self._learns, self._solve_once = learns and estimator is not None, solve_once
+
+    def learn(self, chain: Chain) -> None:
+        if self.estimator is None or not self._learns:
+            return
+        for reading, span, held in chain.pairs(self.context_free):
+            base_k, base_v = self.model.canonical(held.kv, held.start)
+            true_k, true_v = self.model.canonical(reading.dense.cut(span.start, span.stop), span.start)
+            edge = edge_of(held, reading, span)
+            t = torch.arange(len(span))
+            self.estimator.observe(edge, Observation(0, t, base_k, base_v, true_k - base_k, true_v - base_v))
+            if not self._solve_once:
+                self.estimator.finish(edge)
+
+    def finish_learning(self) -> None:
+        if self.estimator is not None and self._learns and self._solve_once:
+            for edge in self.estimator.edges():
+                self.estimator.finish(edge)
+
+    def delta(self, reading: Reading, span: Span, held: Held, base: SpanBase) -> Delta | None:
+        """The span's delta; None: there is none."""
+        assert self.estimator is not None
+        return self.estimator.predict(edge_of(held, reading, span), base)
+
+    def read(self, chain: Chain, reading: Reading, sources: Mapping[str, Held]) -> Used:
+        parts: dict[Span, KV] = {}
+        fresh = glue_mask(reading.prompt)
+        for span in reading.prompt.spans:
+            held = sources[span.content]
+            k, v = self.model.canonical(held.kv, held.start)
+            delta = self.delta(reading, span, held, SpanBase(k, v))
+            if delta is not None:
+                k, v = corrected(delta, k, v)
+            elif not self._rotate_unknown:
+                fresh[span.start : span.stop] = True
+            parts[span] = self.model.place(k, v, span.start)
+            fresh[span.start : min(span.stop, span.start + self._head)] = True
+            fresh[max(span.start, span.stop - self._tail) : span.stop] = True
+        kv = laid_out(reading, self.model, parts)
+        return self.filled(chain, reading, kv, fresh)
+
+    def filled(self, chain: Chain, reading: Reading, kv: KV, fresh: Tensor) -> Used:
+        """``kv`` of the body with the ``fresh`` tokens computed over it."""
+        work = body_pass(self.model, reading, kv, rows_of(fresh)).run()
+        total = reusable(self.model, reading.prompt)
+        return Used(work.kv, work.computed, total - work.computed, self.encoded(chain, reading.prompt))
+
+    @property
+    def state_bytes(self) -> int:
+        return 0 if self.estimator is None else self.estimator.state_bytes
+
+
+def corrected(delta: Delta, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Canonical ``k``, ``v`` [L, n, D] plus ``delta``; layer 0 depends on the token alone and stays."""
+    k, v = k.clone(), v.clone()
+    first, stop = delta.extent or (0, k.shape[1])
+    t = torch.arange(first, min(stop, k.shape[1]))
+    for layer in range(1, k.shape[0]):
+        dk, dv = delta.rows(layer, t, k[layer, t], v[layer, t])
+        k[layer, t] += dk
+        v[layer, t] += dv
+    return k, v
+
+
+class OwnDelta(DeltaMethod):
+    """The true delta of this very span and reader, measured at its dense run, at ``rank``; None: whole.
+
+    A second visit: the reader has seen the content before, and its own slots are gone. It was measured in the same
+    conversation, so for spans after the first this is an upper bound.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        rank: int | None,
+        *,
+        context_free: bool = False,
+        family: str | None = None,
+        note: str = "second visit: the reader has seen this content in this conversation",
+    ) -> None:
+        super().__init__(name, None, context_free=context_free, family=family, parameter=rank, note=note)
+        self._rank = rank
+        self._bytes: list[int] = []
+
+    def delta(self, reading: Reading, span: Span, held: Held, base: SpanBase) -> Delta | None:
+        true = self.model.canonical(reading.dense.cut(span.start, span.stop), span.start)
+        rank = self._rank or base.k.shape[2]
+        out = LowRankDelta(*compress(true[0] - base.k, rank), *compress(true[1] - base.v, rank))
+        self._bytes.append(out.nbytes)
+        return out
+
+    @property
+    def state_bytes(self) -> int:
+        """Of one span, on average: what a server keeps grows with the spans that it has seen."""
+        return sum(self._bytes) // max(1, len(self._bytes))
