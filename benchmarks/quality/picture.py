@@ -15,10 +15,10 @@ from matplotlib.axes import Axes
 from benchmarks.quality.methods import MAIN, Method
 from benchmarks.quality.summary import Row
 
-_OURS = ("ours", "ours, head and tail", "own delta")
+_OURS = ("ours", "ours, head only", "own delta")
 # Colour-blind safe (Okabe-Ito); ours are the greens and the black, as in the demo's picture.
 _COLOURS = {
-    "ours": "#009e73", "ours, head and tail": "#66c2a5", "own delta": "#1f2430", "fullshared": "#d55e00",
+    "ours": "#009e73", "ours, head only": "#66c2a5", "own delta": "#1f2430", "fullshared": "#d55e00",
     "cacheblend": "#0072b2", "droidspeak": "#56b4e9", "epic": "#cc79a7", "kvcmas": "#e69f00", "kvcomm": "#a6761d",
 }  # fmt: skip
 _OTHER = "#7f8794"

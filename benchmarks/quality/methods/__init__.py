@@ -20,6 +20,7 @@ from benchmarks.quality.methods.graphflow import GraphFlow
 from benchmarks.quality.methods.layers import DroidSpeak, LayerProfile, RelayCaching
 from benchmarks.quality.methods.published import Published
 from benchmarks.quality.reference import ReferenceModel
+from kvcmas_sgl.config import KvcmasConfig
 
 MAIN = (
     "dense", "noise", "fullshared", "droidspeak", "cacheblend", "relaycaching", "epic", "graphflow", "kamera", "kvcomm",
@@ -27,8 +28,7 @@ MAIN = (
 )  # fmt: skip
 """Rows of the table; the others are points of the curves."""
 
-OURS_RANK = 64
-OURS_HEAD = 16
+DEFAULTS = KvcmasConfig()
 PUBLISHED_TAU = 0.32
 KVCOMM_GATE = 0.3
 CONTROL_POOL = 10
@@ -39,21 +39,23 @@ def make_methods(model: ReferenceModel) -> list[Method]:
     size = (model.layers, model.kv_heads, model.head_dim)
 
     profile = LayerProfile()
-    affine = AffineEstimator(*size, OURS_RANK)
+    affine = AffineEstimator(*size, DEFAULTS.rank)
     chained, alone = (AnchorsEstimator(*size, rank=32, pool=10) for _ in range(2))
 
-    def ours(head: int, tail: int = 0) -> DeltaMethod:
-        is_main = (head, tail) == (OURS_HEAD, 0)
+    def ours(name: str, head: int, *, heavy: bool = False, min_span: int = 0) -> DeltaMethod:
+        more = ", heavy hitters too" if heavy else ""
+        more += f", spans below {min_span} tokens whole" if min_span else ""
         return DeltaMethod(
-            "ours" if is_main else f"ours@{head}" + (f"+{tail}" if tail else ""),
+            name,
             affine,
             head=head,
-            tail=tail,
-            learns=is_main,
+            heavy=heavy,
+            min_span=min_span,
+            learns=name == "ours",
             solve_once=True,
-            family="ours, head and tail" if tail else "ours",
-            parameter=head + tail,
-            note=f"affine map of rank {OURS_RANK} from the last reader; {head} head and {tail} tail tokens exact",
+            family="ours" if heavy else "ours, head only",
+            parameter=head,
+            note=f"affine map of rank {DEFAULTS.rank} from the last reader; {head} head tokens computed{more}",
         )
 
     def kvcmas(tau: float) -> Published:
@@ -73,7 +75,7 @@ def make_methods(model: ReferenceModel) -> list[Method]:
         Dense("dense"),
         Rechunked("noise"),
         FullShared("fullshared"),
-        *(FullShared(f"fullshared@{head}", head=head) for head in (8, OURS_HEAD, 32)),
+        *(FullShared(f"fullshared@{head}", head=head) for head in (8, DEFAULTS.head, 32)),
         FullShared("fullshared_context_free", context_free=True),
         *(DroidSpeak("droidspeak" if b == 0.2 else f"droidspeak@{b}", b, profile) for b in (0.1, 0.2, 0.4)),
         *(CacheBlend("cacheblend" if r == 0.16 else f"cacheblend@{r}", r) for r in (0.05, 0.16, 0.3)),
@@ -103,8 +105,11 @@ def make_methods(model: ReferenceModel) -> list[Method]:
             correct_glue=False,
             note="as kvcmas, from a context-free encoding",
         ),
-        *(ours(head) for head in (0, 8, OURS_HEAD, 32)),
-        ours(OURS_HEAD, 16),
+        ours("ours", DEFAULTS.head, heavy=True, min_span=DEFAULTS.min_span),
+        ours("ours_all_spans", DEFAULTS.head, heavy=True),
+        ours("ours_first_way", DEFAULTS.head, min_span=DEFAULTS.min_span),
+        *(ours(f"ours@{head}", head) for head in (0, 8, DEFAULTS.head, 32)),
+        *(ours(f"ours@{head}+heavy", head, heavy=True) for head in (0, 8, 32)),
         *(OwnDelta("ours_own_delta" if r == 32 else f"ours_own_delta@{r}", r, family="own delta") for r in (8, 32)),
         DeltaMethod("none", NoneEstimator(*size), note="control of the estimator interface: must equal fullshared"),
         DeltaMethod("mean", MeanEstimator(*size, pool=CONTROL_POOL), note="mean delta of learned spans at each index"),

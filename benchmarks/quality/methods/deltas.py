@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import numpy as np
 import torch
 from kvcmas_sgl.radix_ext.estimators import Edge, Estimator, Observation, SpanBase
+from kvcmas_sgl.radix_ext.heavy import heavy_offsets, score_steps
+from kvcmas_sgl.radix_ext.kv_view import KVView
 from kvcmas_sgl.radix_ext.lowrank import compress
 from kvcmas_sgl.triton_kernels import Delta, LowRankDelta
 from torch import Tensor
@@ -13,7 +16,7 @@ from torch import Tensor
 from benchmarks.quality.chains import Chain, Held, Reading, holder
 from benchmarks.quality.methods.base import Method, Used, body_pass, glue_mask, laid_out, reusable, rows_of
 from benchmarks.quality.prompts import Span
-from benchmarks.quality.reference import KV
+from benchmarks.quality.reference import KV, ReferenceModel
 
 
 def edge_of(held: Held, reading: Reading, span: Span) -> Edge:
@@ -23,8 +26,9 @@ def edge_of(held: Held, reading: Reading, span: Span) -> Edge:
 class DeltaMethod(Method):
     """Base plus the delta of ``estimator``, then one pass over glue and whatever else is computed.
 
-    head, tail: first and last tokens of every span that are computed exactly. A span is computed whole where the
-    estimator has no answer and ``rotate_unknown`` is off. Methods may share an estimator, of which one ``learns``;
+    head, tail: first and last tokens of every span that are computed; ``heavy``: its heavy hitters too, as the cache
+    finds them. A span is computed whole where it is shorter than ``min_span``, and where the estimator has no answer
+    and ``rotate_unknown`` is off. Methods may share an estimator, of which one ``learns``;
     ``solve_once``: its solution depends on running sums only, so it is enough to solve after the last span.
     """
 
@@ -36,6 +40,8 @@ class DeltaMethod(Method):
         context_free: bool = False,
         head: int = 0,
         tail: int = 0,
+        heavy: bool = False,
+        min_span: int = 0,
         rotate_unknown: bool = False,
         learns: bool = True,
         solve_once: bool = False,
@@ -46,6 +52,7 @@ class DeltaMethod(Method):
         super().__init__(name, family, parameter)
         self.estimator, self.context_free, self.note = estimator, context_free, note
         self._head, self._tail, self._rotate_unknown = head, tail, rotate_unknown
+        self._heavy, self._min_span = heavy, min_span
         self._learns, self._solve_once = learns and estimator is not None, solve_once
 
     def learn(self, chain: Chain) -> None:
@@ -81,6 +88,11 @@ class DeltaMethod(Method):
                 k, v = corrected(delta, k, v)
             elif not self._rotate_unknown:
                 fresh[span.start : span.stop] = True
+            if len(span) < self._min_span:
+                fresh[span.start : span.stop] = True
+            if self._heavy:
+                sink = reading.dense.k[:, 0]
+                fresh[span.start + heavy_of(self.model, held, sink, self._head)] = True
             parts[span] = self.model.place(k, v, span.start)
             fresh[span.start : min(span.stop, span.start + self._head)] = True
             fresh[max(span.start, span.stop - self._tail) : span.stop] = True
@@ -96,6 +108,19 @@ class DeltaMethod(Method):
     @property
     def state_bytes(self) -> int:
         return 0 if self.estimator is None else self.estimator.state_bytes
+
+
+def heavy_of(model: ReferenceModel, held: Held, sink: Tensor, head: int) -> Tensor:
+    """Offsets, int64, of a held content's heavy hitters behind its head; ``sink`` [L, H, d]: keys at position 0.
+
+    Every agent's sequence opens with the same token, so its key is everybody's.
+    """
+    n = len(held)
+    keys = [torch.cat([held.kv.k[layer], sink[layer][None]]) for layer in range(model.layers)]
+    scores = np.zeros(n, np.float32)
+    for _ in score_steps(KVView(keys, keys, model.table), torch.arange(n), held.start, n, scores):
+        pass
+    return torch.from_numpy(heavy_offsets(scores, head))
 
 
 def corrected(delta: Delta, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
