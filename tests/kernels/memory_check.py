@@ -40,7 +40,7 @@ class Seen:
     launches: list[int] = field(default_factory=list)
 
     def races(self) -> int:
-        """Number of stores to what was stored to before, and of loads of what another program of the launch stores to."""
+        """Number of stores to what was stored to before, and of loads of what another program stores to."""
         return sum(self._races(number) for number in set(self.launches))
 
     def _races(self, launch: int) -> int:
