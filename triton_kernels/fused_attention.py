@@ -10,7 +10,7 @@ have one, but hold for one position in one prompt, and a rotation that changes f
 kernel therefore forms a block's keys in registers, shift(K) + arrive(U W) as ``triton_source.correct`` does, and lets
 all heads that share a KV head use them.
 
-Nothing in the server calls this. Only NeoX tables that rotate the whole head.
+Nothing in the server calls this. Only NeoX tables that rotate the whole head; the kernel spills on sm_80.
 """
 
 from __future__ import annotations

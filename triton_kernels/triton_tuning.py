@@ -7,6 +7,7 @@ sources and targets do not overlap. It drops what the compiler reports as spilli
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -131,39 +132,37 @@ def fits(kernel: Any, made: tuple[Any, ...], options: dict[str, int]) -> bool:
 def tune(plan: CorrectionPlan, k_buffers: Sequence[Tensor], v_buffers: Sequence[Tensor]) -> dict[Shape, float]:
     """Time all candidates on ``plan``, keep the best for each of its shapes; milliseconds of the best.
 
-    Needs a GPU; takes seconds a shape, most of them in the compiler. Results stay in this process.
+    Needs a GPU; takes seconds a shape, most of them in the compiler. Results stay in this process. Shapes for which no
+    candidate fits keep their default and are left out.
     """
-    from triton.testing import do_bench
-
     from . import triton_backend, triton_source
 
     failed = torch.zeros(1, dtype=torch.int32, device=k_buffers[0].device)
     best: dict[Shape, float] = {}
     for batch in triton_backend.prepare(plan, k_buffers[0].device):
         shape = Shape.of(plan, batch, k_buffers[0].dtype)
-        _, feature = default(shape)
-        times: dict[Tile, float] = {}
-        for tile in TILES:
-            made = triton_backend.correct_launch(plan, batch, k_buffers, v_buffers, failed, tile)
-            if fits(triton_source.correct, made, tile.options()):
-                kernel = triton_source.correct[made[0]]
-                times[tile] = do_bench(lambda k=kernel, m=made, t=tile: k(*m[1], **m[2], **t.options()), 5, 20)
-        spent = 0.0
+        _, features = default(shape)
+        launches = {t: triton_backend.correct_launch(plan, batch, k_buffers, v_buffers, failed, t) for t in TILES}
+        times = {t: _time(triton_source.correct, made, t.options()) for t, made in launches.items()}
+        tile, spent = min(times.items(), key=lambda item: item[1])
         if batch.maps is not None:
-            more: dict[Features, float] = {}
-            for candidate in FEATURES:
-                made = triton_backend.feature_launch(plan, batch, k_buffers, v_buffers, candidate)
-                if fits(triton_source.features, made, candidate.options()):
-                    kernel = triton_source.features[made[0]]
-                    more[candidate] = do_bench(
-                        lambda k=kernel, m=made, c=candidate: k(*m[1], **m[2], **c.options()), 5, 20
-                    )
-            feature = min(more, key=more.__getitem__)
-            spent = more[feature]
-        tile = min(times, key=times.__getitem__)
-        _tuned[shape] = tile, feature
-        best[shape] = times[tile] + spent
+            maps = {f: triton_backend.feature_launch(plan, batch, k_buffers, v_buffers, f) for f in FEATURES}
+            times_of_maps = {f: _time(triton_source.features, made, f.options()) for f, made in maps.items()}
+            features, more = min(times_of_maps.items(), key=lambda item: item[1])
+            spent += more
+        if math.isfinite(spent):
+            _tuned[shape], best[shape] = (tile, features), spent
     return best
+
+
+def _time(kernel: Any, made: tuple[Any, ...], options: dict[str, int]) -> float:
+    """Milliseconds of a launch; infinity if it does not fit."""
+    from triton.testing import do_bench
+
+    if not fits(kernel, made, options):
+        return math.inf
+    grid, arguments, constants = made
+    return float(do_bench(lambda: kernel[grid](*arguments, **constants, **options), warmup=5, rep=20))
 
 
 def tuned() -> dict[Shape, tuple[Tile, Features]]:

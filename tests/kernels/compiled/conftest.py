@@ -12,11 +12,13 @@ collect_ignore_glob = ["test_*.py"] if os.environ.get("TRITON_INTERPRET") == "1"
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _empty_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Nothing comes from an earlier compiler run, and nothing is left in the user's cache."""
+def _alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Nothing comes from an earlier compiler run, nothing is left in the user's cache, and the fake driver goes."""
     import triton
 
     folder = tmp_path_factory.mktemp("triton")
     with triton.knobs.cache.scope():
         triton.knobs.cache.dir = str(folder)
         yield folder
+    # `reset_active` would look for a real driver at once.
+    triton.runtime.driver._active = None

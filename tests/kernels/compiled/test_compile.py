@@ -113,10 +113,9 @@ def test_factors_that_do_not_start_at_16_bytes_are_read_narrow_and_the_pool_wide
     launch = triton_backend.correct_launch(plan, batch, *model.pool(1), torch.zeros(1, dtype=torch.int32), tile)
     found = build(triton_source.correct, launch, tile.options(), "sm_90")
     check(found, multiplies=True)
-    aligned = build(*correct(LLAMA, "measured", rank=16), "sm_90")
+    assert not batch.parts_aligned
     narrow = {"cuda": r"ld\.global\S*\.[bu]16\b", "hip": "unused"}
     assert found.count(narrow) > 0 and found.count(WIDE_LOAD) > 0
-    assert aligned.count(narrow) == 0
 
 
 def test_batches_of_other_lengths_and_ranks_need_no_other_binary() -> None:
@@ -169,7 +168,7 @@ def test_tuning_keeps_the_fastest_that_fits(monkeypatch: pytest.MonkeyPatch) -> 
     slow, fast, spilling = Tile(16, 4, 32, 4, 1), Tile(16, 2, 32, 4, 1), Tile(64, 4, 32, 4, 1)
     # Nothing can be timed here: the times of the two that are left, in the order of the candidates.
     times = iter([3.0, 2.0])
-    monkeypatch.setattr(triton.testing, "do_bench", lambda *_: next(times))
+    monkeypatch.setattr(triton.testing, "do_bench", lambda *_, **options: next(times))
     monkeypatch.setattr(triton_tuning, "TILES", (slow, fast, spilling))
     monkeypatch.setattr(triton_tuning, "_tuned", {})
     loading(SHARED["sm_90"])
@@ -178,6 +177,8 @@ def test_tuning_keeps_the_fastest_that_fits(monkeypatch: pytest.MonkeyPatch) -> 
     (shape,) = best
     assert best[shape] == 2.0
     assert triton_tuning.chosen(shape)[0] == fast and triton_tuning.tuned() == {shape: triton_tuning.chosen(shape)}
+    monkeypatch.setattr(triton_tuning, "TILES", (spilling,))
+    assert triton_tuning.tune(plan, *LLAMA.pool(1)) == {}
 
 
 def test_tuned_configurations_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
