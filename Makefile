@@ -69,6 +69,7 @@ bench-spans: setup ## Several spans a prompt, agents at once: throughput against
 
 bench-quality: setup ## Every reuse method on the same multi-agent prompts (reports/quality.html); QUICK=1 takes minutes
 	$(BIN)/python -m benchmarks.quality --reports $(REPORTS) $(if $(QUICK),--quick)
+	$(BIN)/python -m benchmarks.quality.budget --reports $(REPORTS) $(if $(QUICK),--quick)
 
 gpu-check: setup ## What needs a GPU: correctness and time of the correction op, serving (reports/gpu_check.json)
 	$(BIN)/python -m benchmarks.gpu_check --reports $(REPORTS)

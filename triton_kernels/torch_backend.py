@@ -28,8 +28,10 @@ def run(plan: CorrectionPlan, k_buffers: Sequence[Tensor], v_buffers: Sequence[T
                     k = turn_(k.float(), *group.shift, plan.table).to(k_buffer.dtype)
             else:
                 k, v = _corrected(group, plan.table, layer, k, v)
-            k_buffer.index_copy_(0, group.target, k.to(k_buffer.dtype))
-            v_buffer.index_copy_(0, group.target, v.to(v_buffer.dtype))
+            # Rounding to fp16 can make infinity of a finite number: what is stored is what has to be finite.
+            k, v = k.to(k_buffer.dtype), v.to(v_buffer.dtype)
+            k_buffer.index_copy_(0, group.target, k)
+            v_buffer.index_copy_(0, group.target, v)
             sums += [k.sum(dtype=torch.float32), v.sum(dtype=torch.float32)]
         # A sum is NaN or Inf as soon as one term is; one look at the end keeps the device's queue full.
         if not torch.isfinite(torch.stack(sums)).all():

@@ -91,6 +91,9 @@ def run(options: argparse.Namespace, folder: str, begin: float) -> Report:
         if unknown:
             raise ValueError(f"--methods names {', '.join(sorted(unknown))}: known are {[m.name for m in methods]}")
         methods = [method for method in methods if method.name in (*_CONTROLS, *options.methods)]
+    elif options.quick:
+        # Of the curves only ours.
+        methods = [method for method in methods if "@" not in method.name or method.name.startswith("ours@")]
     learn, test = make_tasks(options.learn, options.test)
     for method in methods:
         method.start(model, runner)
