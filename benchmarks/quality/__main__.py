@@ -46,9 +46,7 @@ def parser() -> argparse.ArgumentParser:
     shape.add_argument("--model", help="folder of a Llama-like model (default: SmolLM2-135M-Instruct)")
     shape.add_argument("--reports", type=Path, default=Path("reports"), metavar="DIR", help="output (default: reports)")
     quick = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in _QUICK.items())
-    shape.add_argument(
-        "--quick", action="store_true", help=f"minutes instead of an hour: {quick}, few points of curves"
-    )
+    shape.add_argument("--quick", action="store_true", help=f"minutes instead of an hour: {quick}, fewer points")
     return shape
 
 
