@@ -20,7 +20,7 @@ from tqdm import tqdm
 from benchmarks.quality.chains import Chain, ChainRunner
 from benchmarks.quality.claims import RankMeter, make_claims
 from benchmarks.quality.measure import Result, bf16_noise, measure_chain
-from benchmarks.quality.methods import make_methods
+from benchmarks.quality.methods import QUICK, make_methods
 from benchmarks.quality.methods.published import Published
 from benchmarks.quality.prompts import KINDS, PromptMaker, make_tasks
 from benchmarks.quality.reference import ReferenceModel
@@ -46,7 +46,7 @@ def parser() -> argparse.ArgumentParser:
     shape.add_argument("--model", help="folder of a Llama-like model (default: SmolLM2-135M-Instruct)")
     shape.add_argument("--reports", type=Path, default=Path("reports"), metavar="DIR", help="output (default: reports)")
     quick = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in _QUICK.items())
-    shape.add_argument("--quick", action="store_true", help=f"minutes instead of an hour: {quick}")
+    shape.add_argument("--quick", action="store_true", help=f"minutes instead of an hour: {quick}, fewer points")
     return shape
 
 
@@ -92,8 +92,7 @@ def run(options: argparse.Namespace, folder: str, begin: float) -> Report:
             raise ValueError(f"--methods names {', '.join(sorted(unknown))}: known are {[m.name for m in methods]}")
         methods = [method for method in methods if method.name in (*_CONTROLS, *options.methods)]
     elif options.quick:
-        # Of the curves only ours.
-        methods = [method for method in methods if "@" not in method.name or method.name.startswith("ours@")]
+        methods = [method for method in methods if method.name in QUICK]
     learn, test = make_tasks(options.learn, options.test)
     for method in methods:
         method.start(model, runner)

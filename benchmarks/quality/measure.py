@@ -138,8 +138,9 @@ def compare(
 
 def choose(model: ReferenceModel, kv: KV, probe: Probe) -> tuple[int, ...]:
     """The option with the largest logit at each step of ``probe``, read after ``kv``."""
-    logits, _ = model.extend(probe.tokens, kv, last=len(probe.tokens))
-    return tuple(int(logits[at, list(options)].argmax()) for at, options, _ in probe.at)
+    first = probe.at[0][0]
+    logits, _ = model.extend(probe.tokens, kv, last=len(probe.tokens) - first)
+    return tuple(int(logits[at - first, list(options)].argmax()) for at, options, _ in probe.at)
 
 
 def span_errors(reading: Reading, kv: KV) -> tuple[Tensor, Tensor, Tensor]:

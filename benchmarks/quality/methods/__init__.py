@@ -28,6 +28,12 @@ MAIN = (
 )  # fmt: skip
 """Rows of the table; the others are points of the curves."""
 
+QUICK = (
+    *MAIN, "fullshared@16", "fullshared_context_free", "cacheblend@0.3", "epic@32",
+    "ours@0", "ours@16", "ours@0+heavy", "ours_all_spans", "ours_first_way",
+)  # fmt: skip
+"""What a quick run measures: the table, and the points of the curves that matter most."""
+
 DEFAULTS = KvcmasConfig()
 PUBLISHED_TAU = 0.32
 KVCOMM_GATE = 0.3
@@ -120,4 +126,4 @@ def make_methods(model: ReferenceModel) -> list[Method]:
     ]
 
 
-__all__ = ["MAIN", "Method", "Used", "make_methods"]
+__all__ = ["MAIN", "QUICK", "Method", "Used", "make_methods"]
