@@ -164,8 +164,9 @@ class Planner:
             head = max(0, span.start + wish.head - match.start)
             for choice in self._best(request, number, match, bases, wish, head):
                 # A copy of KV that was computed over the same tokens needs no exact head.
-                start = max(request.hit, span.start + (0 if choice.estimator == IDENTICAL else wish.head))
-                piece = choice.cut(start, request.limit)
+                behind = choice if choice.estimator == IDENTICAL else choice.cut(match.start + head, choice.stop)
+                # What is expected of a span is expected with its head computed: leaving that out takes nothing away.
+                piece = behind and replace(behind, kl=choice.kl).cut(request.hit, request.limit)
                 if piece is not None and piece.tokens >= min(SHORTEST_PIECE, self.min_span):
                     choices.append(piece)
             if choices:

@@ -137,6 +137,8 @@ def test_the_head_and_what_is_resident_are_left_out() -> None:
     case.learn(case.source("planner"))
     (piece,) = case.plan(case.request())
     assert (piece.start, piece.stop, piece.base.offset) == (PREFIX + 8, PREFIX + SPAN, 8)
+    # The gate's figure is for a span whose head is computed.
+    assert piece.kl == pytest.approx(KL_PER_SQUARED_ERROR * ERROR**2)
     request = case.request()
     request.hit = PREFIX + 30
     (piece,) = case.plan(request)
