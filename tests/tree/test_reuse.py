@@ -158,7 +158,7 @@ def evict_role(tree: Tree, text: list[int], role: Role) -> None:
 
 @pytest.mark.parametrize("where", ["plan", "run"])
 def test_a_failing_correction_ends_in_a_dense_prefill(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from kvcmas_sgl.radix_ext import placement as module
+    from kvcmas_sgl.radix_ext import kv_view as module
 
     tree, text = Tree(), document(99)
     learned(tree)
