@@ -6,7 +6,7 @@ import math
 
 import pytest
 from kvcmas_sgl.radix_ext.estimators import Edge
-from kvcmas_sgl.radix_ext.gate import KL_PER_SQUARED_ERROR, LEAST_FACTOR, MAX_PAIRS, MIN_PAIRS, Gate
+from kvcmas_sgl.radix_ext.gate import CAUTION, KL_PER_SQUARED_ERROR, LEAST_FACTOR, MAX_PAIRS, MIN_PAIRS, Gate
 
 EDGE = Edge("s", "a", "b")
 
@@ -58,7 +58,7 @@ def test_an_edge_that_was_never_audited_is_taken_for_the_worst_seen() -> None:
     gate = gate_with((0.001, 100), (0.001, 100))
     expected = gate.expect(EDGE, "affine", 100)
     assert expected is not None
-    assert expected.kl == pytest.approx(KL_PER_SQUARED_ERROR * expected.error**2)
+    assert expected.kl == pytest.approx(CAUTION * KL_PER_SQUARED_ERROR * expected.error**2)
     assert gate.kl(EDGE, "affine", 0.1) == pytest.approx(KL_PER_SQUARED_ERROR * 0.01)
 
 
@@ -83,14 +83,14 @@ def test_the_kl_of_a_span_is_the_largest_that_was_measured_or_follows_from_a_pai
     gate = audited((0.02, 80, 0.01), (0.04, 40, 0.05), (0.04, 80, None))
     expected = gate.expect(EDGE, "affine", 50)
     assert expected is not None
-    assert expected.kl == pytest.approx(2.8 * (1 + 1 / 3) / 50)
+    assert expected.kl == pytest.approx(CAUTION * 2.8 * (1 + 1 / 3) / 50)
 
 
 def test_a_large_error_that_nothing_noticed_and_a_small_one_that_was_noticed_are_not_multiplied() -> None:
     gate = audited((0.10, 100, 0.01), (0.01, 100, 0.01))
     expected = gate.expect(EDGE, "affine", 100)
     assert expected is not None
-    assert expected.kl == pytest.approx(0.01 * 1.5)
+    assert expected.kl == pytest.approx(CAUTION * 0.01 * 1.5)
 
 
 def test_the_error_of_the_source_adds_and_the_kl_grows_with_its_square() -> None:
@@ -105,7 +105,7 @@ def test_an_audit_that_shows_nothing_does_not_make_an_edge_free() -> None:
     gate = audited((0.02, 80, 0.0), (0.02, 80, 0.0))
     expected = gate.expect(EDGE, "affine", 80)
     assert expected is not None
-    assert expected.kl == pytest.approx(LEAST_FACTOR * 0.02 * 1.5)
+    assert expected.kl == pytest.approx(CAUTION * LEAST_FACTOR * 0.02 * 1.5)
     assert gate.kl(EDGE, "affine", 0.2) == pytest.approx(LEAST_FACTOR * 0.04)
 
 

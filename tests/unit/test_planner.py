@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from kvcmas_sgl.radix_ext.decision import Piece, Reason
 from kvcmas_sgl.radix_ext.estimators import make_estimator
-from kvcmas_sgl.radix_ext.gate import KL_PER_SQUARED_ERROR, MIN_PAIRS, Gate
+from kvcmas_sgl.radix_ext.gate import CAUTION, KL_PER_SQUARED_ERROR, MIN_PAIRS, Gate
 from kvcmas_sgl.radix_ext.planner import Planner, Wish
 from kvcmas_sgl.radix_ext.request import AgentRequest
 from kvcmas_sgl.radix_ext.sources import Agent, Source, SourceIndex, edge, token_digest
@@ -85,7 +85,7 @@ def test_reasons_for_refusal() -> None:
     case.learn(*case.index, squared_error=1.0)
     request = case.request()
     assert case.reason(request) is Reason.OVER_BUDGET
-    assert request.report.spans[0].predicted_kl == pytest.approx(KL_PER_SQUARED_ERROR * 1.5)
+    assert request.report.spans[0].predicted_kl == pytest.approx(CAUTION * KL_PER_SQUARED_ERROR * 1.5)
     resident = case.request()
     resident.hit = PREFIX + SPAN
     assert case.reason(resident) is Reason.EXACT
@@ -100,7 +100,7 @@ def test_errors_add_along_the_chain_and_the_exact_source_wins_when_the_sum_says_
     case.learn(exact, newest)
     (piece,) = case.plan(case.request())
     assert piece.base.source is exact and piece.error == pytest.approx(ERROR)
-    assert piece.kl == pytest.approx(KL_PER_SQUARED_ERROR * ERROR**2)
+    assert piece.kl == pytest.approx(CAUTION * KL_PER_SQUARED_ERROR * ERROR**2)
     alone = Case(max_kl=1.0)
     alone.learn(alone.source("writer", error=0.05))
     (piece,) = alone.plan(alone.request())
@@ -125,11 +125,11 @@ def test_always_overrides_the_budget_but_says_what_it_predicts() -> None:
 
 
 def test_what_the_prompt_stands_on_counts_against_the_budget() -> None:
-    case = Case(max_kl=0.006)
+    case = Case(max_kl=0.012)
     case.learn(case.source("planner"))
-    kl = KL_PER_SQUARED_ERROR * ERROR**2
-    assert len(case.plan(case.request(), spent=0.006 - kl - 1e-9)) == 1
-    assert case.plan(case.request(), spent=0.006 - kl + 1e-9) == []
+    kl = CAUTION * KL_PER_SQUARED_ERROR * ERROR**2
+    assert len(case.plan(case.request(), spent=0.012 - kl - 1e-9)) == 1
+    assert case.plan(case.request(), spent=0.012 - kl + 1e-9) == []
 
 
 def test_the_head_and_what_is_resident_are_left_out() -> None:
@@ -138,7 +138,7 @@ def test_the_head_and_what_is_resident_are_left_out() -> None:
     (piece,) = case.plan(case.request())
     assert (piece.start, piece.stop, piece.base.offset) == (PREFIX + 8, PREFIX + SPAN, 8)
     # The gate's figure is for a span whose head is computed.
-    assert piece.kl == pytest.approx(KL_PER_SQUARED_ERROR * ERROR**2)
+    assert piece.kl == pytest.approx(CAUTION * KL_PER_SQUARED_ERROR * ERROR**2)
     request = case.request()
     request.hit = PREFIX + 30
     (piece,) = case.plan(request)
