@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from kvcmas_sgl.triton_kernels import RotaryTable, Segment, plan, rotate, run
+from kvcmas_sgl.triton_kernels import RotaryTable, Segment, canonical_rows, plan, rotate, run
 from torch import Tensor
 
 
@@ -67,9 +67,8 @@ class KVView:
     def rows(self, layers: slice, slots: Tensor, start: int) -> tuple[Tensor, Tensor]:
         """Canonical K and V, fp32 ``[l, n, D]``, of consecutive positions from ``start`` on."""
         positions = torch.arange(start, start + slots.shape[0], device=slots.device)
-        k = torch.stack([buffer.index_select(0, slots) for buffer in self.k_buffers[layers]])
-        v = torch.stack([buffer.index_select(0, slots) for buffer in self.v_buffers[layers]])
-        return self.canonical(k, v, positions)
+        buffers = self.k_buffers[layers], self.v_buffers[layers]
+        return canonical_rows(*buffers, slots, positions, self.table, self.backend)
 
     def correct(self, segments: Sequence[Segment]) -> None:
         """Move and correct ``segments`` within the pool, all layers of all of them in one batch.

@@ -59,22 +59,27 @@ def compress(matrix: Tensor, rank: int) -> tuple[Tensor, Tensor]:
     below about 3e-4 of the largest are lost in fp32: far under what a delta of low rank keeps. Of more than
     `_SAMPLED_ROWS` rows, the subspace is that of evenly spaced ones; all rows are projected on it.
     """
-    if not torch.isfinite(matrix).all():
-        raise ValueError("matrix holds NaN or Inf: only finite deltas can be factored")
     width = matrix.shape[-1]
     rank = min(rank, width)
     if rank == width:
         eye = torch.eye(width, device=matrix.device).expand(*matrix.shape[:-2], width, width)
-        return matrix.clone(), eye.contiguous()
+        return _finite(matrix.clone()), eye.contiguous()
     sketch = min(rank + _OVERSAMPLE, width)
     basis = _test_matrix(width, sketch, matrix.device)
     rows = matrix[..., :: max(1, matrix.shape[-2] // _SAMPLED_ROWS), :]
-    gram = rows.mT @ rows
+    gram = _finite(rows.mT @ rows)
     for _ in range(1 + _POWER_ITERATIONS):
         basis = torch.linalg.qr(gram @ basis).Q
-    left = matrix @ basis
+    # Whatever is not finite in a row is in its projection too, which is much smaller to look at.
+    left = _finite(matrix @ basis)
     rotation = torch.linalg.eigh((left.mT @ left).double()).eigenvectors[..., -rank:].flip(-1).float()
     return left @ rotation, (basis @ rotation).mT
+
+
+def _finite(x: Tensor) -> Tensor:
+    if not torch.isfinite(x).all():
+        raise ValueError("matrix holds NaN or Inf: only finite deltas can be factored")
+    return x
 
 
 def _test_matrix(width: int, sketch: int, device: torch.device) -> Tensor:

@@ -1,6 +1,7 @@
 """The correction op and the deltas that it applies. Knows tensors only."""
 
 from .batch import CorrectionError, CorrectionPlan, Segment
+from .canonical import canonical_rows
 from .correction import BACKENDS, backend_for, plan, run
 from .delta import ZERO_DELTA, AffineDelta, Delta, LowRankDelta, ZeroDelta
 from .rope import RotaryTable, rotate
@@ -17,6 +18,7 @@ __all__ = [
     "Segment",
     "ZeroDelta",
     "backend_for",
+    "canonical_rows",
     "plan",
     "rotate",
     "run",

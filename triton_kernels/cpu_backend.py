@@ -21,6 +21,7 @@ from torch import Tensor
 from . import cpu_build
 from .batch import CorrectionError, CorrectionPlan, Group
 from .delta import AffineDelta, LowRankDelta, fading
+from .rope import RotaryTable
 
 logger = logging.getLogger(__name__)
 
@@ -88,8 +89,8 @@ def run_with(
     arguments = [_arguments(group, factor_dtype) for group in plan.groups]
     groups = (_Group * len(arguments))(*(one.structure for one in arguments))
     status = library.kvcmas_correct(
-        (_pointer * len(k_buffers))(*(buffer.data_ptr() for buffer in k_buffers)),
-        (_pointer * len(v_buffers))(*(buffer.data_ptr() for buffer in v_buffers)),
+        _addresses(k_buffers),
+        _addresses(v_buffers),
         *(_int(n) for n in (len(k_buffers), plan.kv_heads, plan.head_dim, plan.table.rotary_dim)),
         *(_int(n) for n in (plan.table.is_neox, _DTYPES[dtype], 0 if bf16 else 1)),
         groups,
@@ -99,6 +100,32 @@ def run_with(
         raise CorrectionError("corrected KV holds NaN or Inf: the span must be prefilled densely")
     if status:
         raise MemoryError("the CPU kernel could not allocate its scratch rows")
+
+
+def canonical_rows(
+    k_buffers: Sequence[Tensor], v_buffers: Sequence[Tensor], slots: Tensor, positions: Tensor, table: RotaryTable
+) -> tuple[Tensor, Tensor]:
+    """See ``canonical.canonical_rows``; for pools that `unavailable` has nothing against."""
+    library = _library()
+    assert isinstance(library, ctypes.CDLL)
+    first = k_buffers[0]
+    heads, dim = first.shape[1:]
+    out = [torch.empty(len(k_buffers), slots.numel(), heads * dim) for _ in range(2)]
+    slots, leave = slots.contiguous(), torch.cat(table.rows(positions, inverse=True), 1)
+    library.kvcmas_canonical(
+        _addresses(k_buffers),
+        _addresses(v_buffers),
+        *(_int(n) for n in (len(k_buffers), heads, dim, table.rotary_dim, table.is_neox, _DTYPES[first.dtype])),
+        *(_pointer(part.data_ptr()) for part in (slots, leave)),
+        _int(slots.numel()),
+        *(_pointer(part.data_ptr()) for part in out),
+        _int(torch.get_num_threads()),
+    )
+    return out[0], out[1]
+
+
+def _addresses(buffers: Sequence[Tensor]) -> Any:
+    return (_pointer * len(buffers))(*(buffer.data_ptr() for buffer in buffers))
 
 
 @dataclass(frozen=True, eq=False)

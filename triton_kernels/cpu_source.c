@@ -1,4 +1,5 @@
-/* The correction op on the CPU: gather, un-rope, add the delta, rope, scatter. C11 and POSIX threads, no other library.
+/* The correction op on the CPU: gather, un-rope, add the delta, rope, scatter; and the reading half of it alone. C11 and
+ * POSIX threads, no other library.
  *
  * A task is one layer of a block of rows. Blocks are small, so that their fp32 rows stay in the cache between the
  * steps; tasks go layer by layer, so that a layer's factors do too. Matrix products use AVX512-BF16 where the compiler
@@ -38,9 +39,15 @@ typedef struct {
     int64_t project_stride, weight_stride, rank, decays, means;
 } group_t;
 
+/* A pool: one buffer a layer of K and of V, [slots][heads][dim], and how its keys are roped. */
 typedef struct {
-    void *const *k, *const *v; /* one buffer a layer, [slots][heads][dim] */
-    int64_t layers, heads, dim, rotary, neox, dtype, products;
+    void *const *k, *const *v;
+    int64_t layers, heads, dim, rotary, neox, dtype;
+} shape_t;
+
+typedef struct {
+    shape_t shape;
+    int64_t products;
     const group_t *groups;
     int64_t count, blocks, widest;
     atomic_llong next;
@@ -94,11 +101,11 @@ static float store(void *buffer, int64_t dtype, int64_t at, int64_t n, const flo
 }
 
 /* Multiplies each pair of every head by cos + i sin, in place. */
-static void turn(const job_t *job, float *restrict x, const float *restrict rotation) {
-    const int64_t half = job->rotary / 2;
+static void turn(const shape_t *shape, float *restrict x, const float *restrict rotation) {
+    const int64_t half = shape->rotary / 2;
     const float *cosine = rotation, *sine = rotation + half;
-    for (int64_t h = 0; h < job->heads; ++h, x += job->dim) {
-        if (job->neox) {
+    for (int64_t h = 0; h < shape->heads; ++h, x += shape->dim) {
+        if (shape->neox) {
             float *restrict y = x + half;
             for (int64_t i = 0; i < half; ++i) {
                 const float real = x[i], imaginary = y[i];
@@ -203,7 +210,7 @@ typedef struct {
 } scratch_t;
 
 static void add_low_rank(const job_t *job, const group_t *g, int64_t layer, int64_t first, int64_t n, scratch_t *s) {
-    const int64_t width = job->heads * job->dim;
+    const int64_t width = job->shape.heads * job->shape.dim;
     for (int part = 0; part < 2; ++part) {
         const int64_t rank = g->left_rank[part], bytes = rank * item(job);
         const void *left = shifted(job, g->left[part], layer * g->left_stride[part]);
@@ -218,7 +225,7 @@ static void add_low_rank(const job_t *job, const group_t *g, int64_t layer, int6
 }
 
 static void add_affine(const job_t *job, const group_t *g, int64_t layer, int64_t first, int64_t n, scratch_t *s) {
-    const int64_t width = job->heads * job->dim, columns = g->decays * g->rank, wide = padded(columns);
+    const int64_t width = job->shape.heads * job->shape.dim, columns = g->decays * g->rank, wide = padded(columns);
     for (int64_t i = 0; i < n; ++i) put_factors(job, s->rows + i * s->wide, 2 * width, s->factors, i * job->widest);
     for (int64_t i = 0; i < BLOCK; ++i)
         memcpy(s->features + i * wide, g->shift_z + layer * columns, (size_t)columns * sizeof(float));
@@ -244,33 +251,33 @@ static void add_affine(const job_t *job, const group_t *g, int64_t layer, int64_
 }
 
 static float block(const job_t *job, const group_t *g, int64_t layer, int64_t first, scratch_t *s) {
-    const int64_t width = job->heads * job->dim, half = job->rotary / 2;
+    const int64_t width = job->shape.heads * job->shape.dim, half = job->shape.rotary / 2;
     const int64_t n = g->rows - first < BLOCK ? g->rows - first : BLOCK;
     const int corrected = g->kind != MOVE && layer > 0;
     float poison = 0;
     for (int64_t i = 0; i < n; ++i) {
         float *row = s->rows + i * s->wide;
-        load(job->k[layer], job->dtype, g->source[first + i] * width, width, row);
-        load(job->v[layer], job->dtype, g->source[first + i] * width, width, row + width);
+        load(job->shape.k[layer], job->shape.dtype, g->source[first + i] * width, width, row);
+        load(job->shape.v[layer], job->shape.dtype, g->source[first + i] * width, width, row + width);
         if (corrected)
-            turn(job, row, g->leave + (first + i) * 2 * half);
+            turn(&job->shape, row, g->leave + (first + i) * 2 * half);
         else if (g->moved)
-            turn(job, row, g->shift + (first + i) * 2 * half);
+            turn(&job->shape, row, g->shift + (first + i) * 2 * half);
     }
     if (corrected && g->kind == LOW_RANK) add_low_rank(job, g, layer, first, n, s);
     if (corrected && g->kind == AFFINE) add_affine(job, g, layer, first, n, s);
     for (int64_t i = 0; i < n; ++i) {
         float *row = s->rows + i * s->wide;
-        if (corrected) turn(job, row, g->arrive + (first + i) * 2 * half);
-        poison += store(job->k[layer], job->dtype, g->target[first + i] * width, width, row);
-        poison += store(job->v[layer], job->dtype, g->target[first + i] * width, width, row + width);
+        if (corrected) turn(&job->shape, row, g->arrive + (first + i) * 2 * half);
+        poison += store(job->shape.k[layer], job->shape.dtype, g->target[first + i] * width, width, row);
+        poison += store(job->shape.v[layer], job->shape.dtype, g->target[first + i] * width, width, row + width);
     }
     return poison;
 }
 
 static void *work(void *shared) {
     job_t *job = shared;
-    const int64_t width = job->heads * job->dim;
+    const int64_t width = job->shape.heads * job->shape.dim;
     /* The V part is added to in whole panels too, which may reach beyond the row's end. */
     scratch_t s = {.wide = width + padded(width) + PANEL};
     const size_t rows = (size_t)(BLOCK * s.wide) * 4, each = (size_t)(BLOCK * job->widest) * 4;
@@ -284,7 +291,7 @@ static void *work(void *shared) {
     s.factors = memory + rows + each;
     for (;;) {
         int64_t task = atomic_fetch_add(&job->next, 1);
-        if (task >= job->layers * job->blocks) break;
+        if (task >= job->shape.layers * job->blocks) break;
         const int64_t layer = task / job->blocks;
         int64_t number = task % job->blocks;
         const group_t *g = job->groups;
@@ -298,6 +305,18 @@ static void *work(void *shared) {
     return NULL;
 }
 
+/* Runs `main` on this thread and up to `useful` others of `threads`. */
+static void launch(void *(*main)(void *), void *job, int64_t threads, int64_t useful) {
+    enum { MOST = 256 };
+    pthread_t helpers[MOST];
+    int64_t started = 0;
+    while (started < threads - 1 && started < MOST && started < useful &&
+           pthread_create(&helpers[started], NULL, main, job) == 0)
+        ++started;
+    main(job);
+    for (int64_t i = 0; i < started; ++i) pthread_join(helpers[i], NULL);
+}
+
 /* Whether bf16 pools get bf16 products here: decides how the caller packs. */
 int kvcmas_bf16_products(void) { return HAS_BF16_PRODUCTS; }
 
@@ -306,16 +325,45 @@ int kvcmas_bf16_products(void) { return HAS_BF16_PRODUCTS; }
 int kvcmas_correct(void *const *k, void *const *v, int64_t layers, int64_t heads, int64_t dim, int64_t rotary,
                    int64_t neox, int64_t dtype, int64_t products, const group_t *groups, int64_t count, int64_t widest,
                    int64_t threads) {
-    job_t job = {k, v, layers, heads, dim, rotary, neox, dtype, products, groups, count, 0, widest, 0, 0};
+    job_t job = {{k, v, layers, heads, dim, rotary, neox, dtype}, products, groups, count, 0, widest, 0, 0};
     for (int64_t i = 0; i < count; ++i) job.blocks += (groups[i].rows + BLOCK - 1) / BLOCK;
-    enum { MOST = 256 };
-    pthread_t helpers[MOST];
-    int64_t started = 0;
-    const int64_t useful = job.layers * job.blocks / 4;
-    while (started < threads - 1 && started < MOST && started < useful &&
-           pthread_create(&helpers[started], NULL, work, &job) == 0)
-        ++started;
-    work(&job);
-    for (int64_t i = 0; i < started; ++i) pthread_join(helpers[i], NULL);
+    launch(work, &job, threads, job.shape.layers * job.blocks / 4);
     return atomic_load(&job.broken);
+}
+
+typedef struct {
+    shape_t shape;
+    const int64_t *slots;
+    const float *leave;
+    int64_t rows;
+    float *k, *v;
+    atomic_llong next;
+} reading_t;
+
+enum { READ_BLOCK = 128 };
+
+static void *read_rows(void *shared) {
+    reading_t *job = shared;
+    const shape_t *shape = &job->shape;
+    const int64_t width = shape->heads * shape->dim, blocks = (job->rows + READ_BLOCK - 1) / READ_BLOCK;
+    for (;;) {
+        const int64_t task = atomic_fetch_add(&job->next, 1);
+        if (task >= shape->layers * blocks) return NULL;
+        const int64_t layer = task / blocks, first = task % blocks * READ_BLOCK;
+        const int64_t stop = first + READ_BLOCK < job->rows ? first + READ_BLOCK : job->rows;
+        for (int64_t i = first; i < stop; ++i) {
+            float *k = job->k + (layer * job->rows + i) * width, *v = job->v + (layer * job->rows + i) * width;
+            load(shape->k[layer], shape->dtype, job->slots[i] * width, width, k);
+            load(shape->v[layer], shape->dtype, job->slots[i] * width, width, v);
+            turn(shape, k, job->leave + i * shape->rotary);
+        }
+    }
+}
+
+/* Canonical K, and V, of `rows` slots: fp32 [layers][rows][heads * dim]. `leave`: [rows][2][rotary / 2], un-roping. */
+void kvcmas_canonical(void *const *k, void *const *v, int64_t layers, int64_t heads, int64_t dim, int64_t rotary,
+                      int64_t neox, int64_t dtype, const int64_t *slots, const float *leave, int64_t rows, float *out_k,
+                      float *out_v, int64_t threads) {
+    reading_t job = {{k, v, layers, heads, dim, rotary, neox, dtype}, slots, leave, rows, out_k, out_v, 0};
+    launch(read_rows, &job, threads, layers * rows / (4 * READ_BLOCK));
 }

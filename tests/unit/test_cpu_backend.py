@@ -15,6 +15,7 @@ from kvcmas_sgl.triton_kernels import (
     LowRankDelta,
     RotaryTable,
     Segment,
+    canonical_rows,
     correction,
     cpu_backend,
     plan,
@@ -88,6 +89,30 @@ def test_threads_change_nothing(library) -> None:
     finally:
         torch.set_num_threads(before)
     assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("is_neox", [True, False])
+def test_rows_read_by_the_kernel_are_those_of_the_formula(dtype: torch.dtype, is_neox: bool) -> None:
+    """K after rope at a position, un-roped by complex division in float64; V as it is."""
+    table = RotaryTable.from_theta(1e4, DIM, 512, rotary_dim=16, is_neox=is_neox)
+    k, v = buffers(dtype)
+    slots = torch.randperm(SLOTS, generator=torch.Generator().manual_seed(1))[:ROWS]
+    positions = torch.arange(30, 30 + ROWS)
+    got_k, got_v = canonical_rows(k, v, slots, positions, table, "cpu")
+    angle = positions[:, None, None].double() * 1e4 ** (-torch.arange(8).double() / 8)
+    for layer in range(LAYERS):
+        x = k[layer][slots].double()
+        real, imaginary = (x[..., :8], x[..., 8:16]) if is_neox else (x[..., :16:2], x[..., 1:16:2])
+        turned = torch.complex(real, imaginary) * torch.polar(torch.ones_like(angle), -angle)
+        want = x.clone()
+        parts = (want[..., :8], want[..., 8:16]) if is_neox else (want[..., :16:2], want[..., 1:16:2])
+        parts[0].copy_(turned.real)
+        parts[1].copy_(turned.imag)
+        assert (got_k[layer].double() - want.flatten(1)).abs().max() <= 1e-4
+        assert torch.equal(got_v[layer], v[layer][slots].float().flatten(1))
+    with pytest.raises(IndexError, match="to 128: the pool ends before"):
+        canonical_rows(k, v, torch.tensor([3, SLOTS]), positions[:2], table, "cpu")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
