@@ -91,12 +91,12 @@ class Planner:
         for number, span in enumerate(request.report.spans):
             reason = self._why_not(request, span)
             if reason is None:
-                choices, reason = self._span_choices(request, number, span, wish)
-                candidates += choices
+                stretches, reason = self._span_choices(request, number, span, wish)
+                candidates += stretches
             if reason is not None and not request.settled:
                 span.reason = reason
         candidates.sort(key=lambda choices: choices[0].kl / choices[0].tokens)
-        taken = []
+        taken: list[Piece] = []
         for choices in candidates:
             admitted = (p for p in choices if p.exact or spent + p.kl <= wish.max_kl)
             piece = next(admitted, None)

@@ -16,6 +16,7 @@ Nothing in the server calls this. Only NeoX tables that rotate the whole head; t
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -76,7 +77,7 @@ def attend(
 
 def attend_launch(
     q: Tensor, k_buffer: Tensor, v_buffer: Tensor, group: Group, table: RotaryTable, layer: int, scale: float
-) -> tuple[tuple[int, int], tuple[object, ...], dict[str, object]]:
+) -> tuple[tuple[int, int], tuple[Any, ...], dict[str, object]]:
     """Grid, arguments and constants of the kernel; arguments 12 and 13 are the results."""
     delta = _delta(group)
     queries, heads, dim = q.shape

@@ -148,12 +148,14 @@ class PoolEstimator(Estimator):
         t = chunks[0].t
         rows = int((t == torch.arange(t.numel(), device=t.device)).long().cumprod(0).sum())
         if rows:
-            parts = (torch.cat([obs.tensors[i][:, :rows] for obs in chunks]) for i in range(4))
+            base_k, base_v, delta_k, delta_v = (
+                Matrix.keep(torch.cat([obs.tensors[i][:, :rows] for obs in chunks]), self._rank) for i in range(4)
+            )
             held = self._anchors.setdefault(edge, [])
             if len(held) == self._pool:
                 uses = [anchor.uses for anchor in held[:EVICTION_WINDOW]]
                 del held[uses.index(min(uses))]
-            held.append(Anchor(*(Matrix.keep(part, self._rank) for part in parts)))
+            held.append(Anchor(base_k, base_v, delta_k, delta_v))
         self._spans[edge] = self.spans_seen(edge) + 1
 
     def predict(self, edge: Edge, base: SpanBase | None = None) -> Delta | None:
