@@ -49,7 +49,7 @@ def test_unseen_content_is_corrected_within_the_budget(engine: Any, capsys: pyte
     report = read(engine, CRITIC, unseen)
     assert report["corrected_tokens"] == N - HEAD and report["reason"] == "reused"
     assert (report["source"], report["estimator"]) == ("planner", "affine")
-    assert 0 < report["predicted_kl"] <= 0.05
+    assert 0 < report["predicted_kl"] <= 0.3
 
     prompt = CRITIC.prompt(unseen, question)
     dense = {"cache_salt": "dense"}

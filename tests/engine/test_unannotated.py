@@ -21,7 +21,7 @@ def auto(stock_answers: list[list[int]]) -> Iterator[Any]:
     """Another engine, with automatic mode. This module comes last: SGLang's shutdown ends all children of a process."""
     import sglang as sgl
 
-    settings = kvcmas_sgl.engine_args(auto=True, max_kl=0.05)
+    settings = kvcmas_sgl.engine_args(auto=True, max_kl=0.3)
     running = sgl.Engine(model_path=str(default_model()), **COMMON, **settings)
     try:
         yield running

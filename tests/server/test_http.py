@@ -51,7 +51,7 @@ def test_curl_without_hints_gets_what_stock_gives(server: ServerProcess) -> None
 def test_the_log_says_in_one_line_what_is_active(server: ServerProcess) -> None:
     lines = [line for line in server.log.read_text().splitlines() if "kvcmas is active" in line]
     assert len(lines) == 1
-    for setting in ("policy=gated", "estimator=affine", "max_kl=0.05", "layers=30"):
+    for setting in ("policy=gated", "estimator=affine", "max_kl=0.3", "layers=30"):
         assert setting in lines[0]
 
 
@@ -77,7 +77,7 @@ def test_later_readers_are_corrected_on_unseen_content(server: ServerProcess) ->
     last = reports[-1]
     assert [r["corrected_tokens"] for r in reports[:2]] == [0, 0]
     assert last["corrected_tokens"] == N - HEAD and last["reason"] == "reused" and last["source"] == "planner"
-    assert 0 < last["predicted_kl"] <= 0.05
+    assert 0 < last["predicted_kl"] <= 0.3
     assert sum(last[f"{kind}_tokens"] for kind in ("exact", "corrected", "computed")) == len(CRITIC.prompt(span))
 
 
