@@ -88,8 +88,9 @@ class Gate:
         pairs = self._pairs.get((edge, estimator))
         if pairs is None or len(pairs) < MIN_PAIRS:
             return None
-        # Longer spans than any seen are predicted at the longest seen: extrapolation never helps a span.
-        share = (1.0 + 1.0 / len(pairs)) / min(tokens, max(pair.tokens for pair in pairs))
+        # Beyond the longest that was seen, half of the way (in logarithms) that the rule would go is believed.
+        longest = max(pair.tokens for pair in pairs)
+        share = (1.0 + 1.0 / len(pairs)) / min(tokens, math.sqrt(tokens * longest))
         own = math.sqrt(max(pair.q for pair in pairs) * share)
         audited = [pair for pair in pairs if pair.kl is not None]
         seen = sum(pair.q for pair in audited)

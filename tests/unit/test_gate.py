@@ -34,8 +34,8 @@ def test_the_error_is_that_of_the_worst_pair_with_its_margin() -> None:
     # q = e^2 n: 1.0 and 1.5; the margin for two pairs is 1 + 1/2.
     assert error(gate, 250) == pytest.approx(math.sqrt(1.5 * 1.5 / 250))
     assert error(gate, 1000) == pytest.approx(math.sqrt(1.5 * 1.5 / 1000))
-    # No span gains from being longer than any that was seen.
-    assert error(gate, 10**6) == error(gate, 1000)
+    # Beyond the longest that was seen, a span of four times the length gains what one of twice the length would.
+    assert error(gate, 4000) == pytest.approx(math.sqrt(1.5 * 1.5 / 2000))
 
 
 def test_more_evidence_never_widens_the_margin_of_equal_pairs() -> None:
