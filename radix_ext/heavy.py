@@ -27,7 +27,7 @@ STRIDE = 3
 """Every third layer is looked at, without the first and the last eighth: their keys tell less."""
 
 SHARE = 1 / 32
-FEWEST, MOST = 8, 64
+FEWEST, MOST = 8, 32
 
 
 def score_steps(view: KVView, slots: Tensor, start: int, sink: int, scores: np.ndarray) -> Iterator[None]:

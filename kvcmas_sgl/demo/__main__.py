@@ -30,7 +30,7 @@ from kvcmas_sgl.prepare_model import ModelError, default_model
 
 # Both arms keep all readings of the largest document: four roles, twice, with room for their answers.
 _SERVER_FLAGS = ("--max-total-tokens", "64000")
-_QUICK_DOCUMENTS = 4
+_QUICK_DOCUMENTS = 5
 
 
 def parser() -> argparse.ArgumentParser:
