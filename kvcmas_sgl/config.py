@@ -50,6 +50,9 @@ class KvcmasConfig:
         Whether requests without a hint are agents too: spans are found by their content.
     max_kl
         Quality budget: largest predicted KL, in nats, of the next-token distribution for a reused span.
+    check_share
+        Share of reused requests that are prefilled after all in idle time, to see whether the gate's promise still
+        holds. Requests on edges with few held-out pairs are always checked; 0 checks none.
     state_bytes
         Byte budget for deltas and estimator state together.
     log_decisions
@@ -68,6 +71,7 @@ class KvcmasConfig:
     head: int = 16
     auto: bool = False
     max_kl: float = 0.02
+    check_share: float = 0.05
     state_bytes: int = 1 << 30
     log_decisions: LogDecisions = "off"
     backend: Backend = "auto"
@@ -92,9 +96,11 @@ class KvcmasConfig:
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
                 raise ConfigError(f"{_flag(name)} is {value!r}, but must be an integer from {low} to {high}.")
-        number = isinstance(self.max_kl, (int, float)) and not isinstance(self.max_kl, bool)
-        if not number or not 0 <= self.max_kl <= MAX_KL:
-            raise ConfigError(f"{_flag('max_kl')} is {self.max_kl!r}, but must be a number from 0 to {MAX_KL} (nats).")
+        for name, most, unit in (("max_kl", MAX_KL, " (nats)"), ("check_share", 1, "")):
+            value = getattr(self, name)
+            number = isinstance(value, (int, float)) and not isinstance(value, bool)
+            if not number or not 0 <= value <= most:
+                raise ConfigError(f"{_flag(name)} is {value!r}, but must be a number from 0 to {most}{unit}.")
         for name in ("auto", "allow_overrides"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{_flag(name)} is {getattr(self, name)!r}, but must be true or false.")
@@ -149,6 +155,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help="Find shared spans by their content in requests without a hint (default: off)",
     )
     add("max_kl", "Quality budget: largest predicted KL of a reused span, nats.", type=float)
+    add("check_share", "Share of reused requests that are computed densely in idle time, as a check.", type=float)
     add("state_bytes", "Budget for deltas and estimator state, bytes.", type=int)
     add("log_decisions", "Which decisions are logged.", choices=get_args(LogDecisions))
     add("backend", "What runs corrections; auto: the fastest that works.", choices=get_args(Backend))

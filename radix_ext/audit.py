@@ -16,7 +16,10 @@ import torch
 from kvcmas_sgl.radix_ext.blocks import Tokens
 from kvcmas_sgl.radix_ext.decision import Base
 from kvcmas_sgl.radix_ext.estimators import Edge
+from kvcmas_sgl.radix_ext.harvest import HarvestJob
+from kvcmas_sgl.radix_ext.heavy import heavy_tokens
 from kvcmas_sgl.radix_ext.kv_view import KVView
+from kvcmas_sgl.radix_ext.request import AgentRequest
 from kvcmas_sgl.radix_ext.sources import Source, edge
 from kvcmas_sgl.triton_kernels import Delta, Segment
 from torch import Tensor
@@ -53,7 +56,8 @@ class AuditJob:
     """A finished request: its prompt and answer, its marked spans, and the stretches to audit.
 
     ``last`` is the source that ends last in the prompt: its path holds the KV of everything before. ``results`` takes
-    the KL, nats, of every edge that was audited, without and with heavy hitters computed.
+    the KL, nats, of every edge that was audited, without and with heavy hitters computed. ``thorough``: edges that had
+    enough audits are audited too.
     """
 
     tokens: Tokens
@@ -62,6 +66,26 @@ class AuditJob:
     stretches: tuple[Stretch, ...]
     last: Source
     results: dict[tuple[Edge, bool], float] = field(default_factory=dict)
+    thorough: bool = False
+
+    @classmethod
+    def of(
+        cls, request: AgentRequest, jobs: Sequence[HarvestJob], answer: Sequence[int], *, thorough: bool = False
+    ) -> AuditJob:
+        """What to audit of a request that can teach ``jobs`` and generated ``answer`` (token ids)."""
+        stretches = []
+        for job in jobs:
+            start = job.consumer.source.start + job.consumer.offset
+            heavy = tuple(heavy_tokens(base, job.length, job.head) for base in job.bases)
+            stretches.append(Stretch(job.consumer, job.bases, start, start + job.length, job.head, heavy))
+        return cls(
+            tokens=np.concatenate([request.prompt, np.array(answer[:ANSWER_TOKENS], np.int64)]),
+            prompt_length=len(request.prompt),
+            spans=tuple((span.start, span.stop) for span in request.report.spans),
+            stretches=tuple(stretches),
+            last=max((job.consumer.source for job in jobs), key=lambda source: source.stop),
+            thorough=thorough,
+        )
 
 
 @dataclass(frozen=True)
@@ -125,7 +149,7 @@ class Auditor:
             truth: Tensor | None = None
             for number, base in enumerate(stretch.bases):
                 on, delta = edge(base.agent, stretch.consumer.agent), self._predict(base, stretch.consumer)
-                if delta is None or not compared or not self._wanted(on):
+                if delta is None or not compared or not (job.thorough or self._wanted(on)):
                     continue
                 if truth is None:
                     truth = self._run(job, rows, forward)

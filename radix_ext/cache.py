@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from kvcmas_sgl.radix_ext.audit import Auditor
+from kvcmas_sgl.radix_ext.checks import Checker, Held
 from kvcmas_sgl.radix_ext.decision import Reason
 from kvcmas_sgl.radix_ext.estimators import ESTIMATORS, make_estimator
 from kvcmas_sgl.radix_ext.gate import Gate
@@ -44,6 +45,7 @@ from kvcmas_sgl.config import KvcmasConfig
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
+    from sglang.srt.mem_cache.base_prefix_cache import TreeLock
     from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 
 logger = logging.getLogger(__name__)
@@ -107,20 +109,38 @@ class DeltaRadixCache(UnifiedRadixCache):
             allocate=self._take_free,
             free=self.token_to_kv_pool_allocator.free,
         )
-        self.lessons = Lessons(harvester, auditor, self.learner, self.statistics, self.spans.path)
+        checker = Checker(
+            share=config.check_share,
+            estimator=config.estimator,
+            budget=config.max_kl,
+            gate=self.gate,
+            auditor=auditor,
+            harvester=harvester,
+            statistics=self.statistics,
+            hold=self._hold_path,
+            release=self.unlock,
+            allocate=self._take_free,
+            free=self.token_to_kv_pool_allocator.free,
+        )
+        self.lessons = Lessons(harvester, auditor, checker, self.learner, self.statistics, self.spans.path)
         self._placer = Placer(view, self.planner, self.spans.slots, self.statistics)
         self._publisher = Publisher(self)
 
     def reset(self) -> None:
+        # The base class resets once while it is built.
+        built = hasattr(self, "learner")
+        if built:
+            # What jobs hold goes back to the tree and the pool that are about to be emptied.
+            self.learner.stop()
         super().reset()
         self.sources.clear()
-        # The base class resets once while it is built.
-        if hasattr(self, "learner"):
+        if built:
             self.learner.clear()
 
     # ---- match ----
 
     def match_prefix(self, params: MatchPrefixParams) -> MatchResult:
+        self.learner.interrupt()
         result = super().match_prefix(params)
         request = agent_request(params.req)
         if request is None or self.disable:
@@ -292,6 +312,8 @@ class DeltaRadixCache(UnifiedRadixCache):
             request.answered = True
             self._publisher.publish_answer(req, request, up_to)
             self.lessons.add(request, req.output_ids)
+            if request.reused:
+                self.lessons.check(request, req.output_ids, req.last_node, self._publisher.untaught(request))
 
     def _settle(self, req: Req, request: AgentRequest, up_to: int) -> None:
         """Count the request once, when its prompt is complete."""
@@ -310,6 +332,13 @@ class DeltaRadixCache(UnifiedRadixCache):
         """Slots for a while, without evicting anything."""
         allocator = self.token_to_kv_pool_allocator
         return allocator.alloc(count).to(torch.int64) if allocator.available_size() >= count else None
+
+    def _hold_path(self, node: int) -> tuple[Held, TreeLock | None] | None:
+        """Pin the path to a node on which KV was corrected; None when there is none."""
+        exact = None if self.spans.node(node) is None else self.spans.exact_length(node)
+        if exact is None:
+            return None
+        return Held(self.path_device_indices(node), exact), self.lock(node)
 
     def state(self) -> dict[str, Any]:
         """Totals and sizes, JSON-compatible."""

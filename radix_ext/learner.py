@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Generator, Mapping
+from dataclasses import dataclass
 
 import torch
 from kvcmas_sgl.radix_ext.delta_store import DeltaStore
@@ -21,7 +23,23 @@ MAX_JOBS = 64
 BUSY_JOBS = 4
 """From this many waiting jobs on, a busy server takes a step at each checkpoint."""
 
+RESTARTS = 2
+"""How often a job that gave way to requests is begun again."""
+
+Steps = Generator[None, None, None]
+"""A job: every ``next`` is one short step."""
+
 _DONE = object()
+
+
+@dataclass
+class _Job:
+    """Steps under way. ``again`` begins a job anew that holds memory while it runs and gave it back in between."""
+
+    steps: Steps
+    needs_model: bool
+    again: Callable[[], Steps] | None
+    restarts: int = RESTARTS
 
 
 class Learner:
@@ -40,7 +58,7 @@ class Learner:
         self._deltas = deltas
         self._statistics = statistics
         self._budget = state_bytes
-        self._jobs: deque[tuple[Iterator[None], bool]] = deque()
+        self._jobs: deque[_Job] = deque()
 
     def __len__(self) -> int:
         """Jobs that are waiting or under way."""
@@ -51,27 +69,45 @@ class Learner:
         """Whether a busy server should take a step too."""
         return len(self._jobs) >= BUSY_JOBS
 
-    def add(self, steps: Iterator[None], *, needs_model: bool = False) -> None:
-        """Queue a job; the oldest one goes when too many wait. ``needs_model``: only an idle server may run it."""
-        self._jobs.append((steps, needs_model))
+    def add(
+        self,
+        steps: Steps,
+        *,
+        needs_model: bool = False,
+        again: Callable[[], Steps] | None = None,
+    ) -> None:
+        """Queue a job; the oldest one goes when too many wait.
+
+        ``needs_model``: only an idle server may run it. ``again`` begins it anew: it holds memory while it runs.
+        """
+        self._jobs.append(_Job(steps, needs_model, again))
         if len(self._jobs) > MAX_JOBS:
-            self._jobs.popleft()
-            self._statistics.jobs_dropped += 1
+            self._drop()
+
+    def interrupt(self) -> None:
+        """A request has arrived: a job that holds memory lets go of it, and begins again in the next idle time."""
+        job = self._jobs[0] if self._jobs else None
+        if job is None or job.again is None or inspect.getgeneratorstate(job.steps) == inspect.GEN_CREATED:
+            return
+        if not job.restarts:
+            self._drop()
+            return
+        job.steps.close()
+        job.steps, job.restarts = job.again(), job.restarts - 1
 
     def step(self, *, idle: bool = True) -> bool:
         """Take one short step; False when nothing waits. A job that fails is dropped and counted.
 
         A busy server gives up what needs the model: its passes belong to requests.
         """
-        while self._jobs and self._jobs[0][1] and not idle:
-            self._jobs.popleft()
-            self._statistics.jobs_dropped += 1
+        while self._jobs and self._jobs[0].needs_model and not idle:
+            self._drop()
         if not self._jobs:
             return False
-        started, needs_model = time.perf_counter(), self._jobs[0][1]
+        started, job = time.perf_counter(), self._jobs[0]
         try:
             with torch.inference_mode():
-                done = next(self._jobs[0][0], _DONE) is _DONE
+                done = next(job.steps, _DONE) is _DONE
             if done:
                 self._keep_budget()
                 self._jobs.popleft()
@@ -80,11 +116,20 @@ class Learner:
             self._statistics.fallbacks += 1
             logger.exception("kvcmas: learning from a dense run failed; it is skipped.")
         spent = time.perf_counter() - started
-        if needs_model:
+        if job.needs_model:
             self._statistics.audit_seconds += spent
         else:
             self._statistics.learn_seconds += spent
         return True
+
+    def stop(self) -> None:
+        """Forget what waits, and let go of the memory that it holds."""
+        while self._jobs:
+            self._jobs.popleft().steps.close()
+
+    def _drop(self) -> None:
+        self._jobs.popleft().steps.close()
+        self._statistics.jobs_dropped += 1
 
     @property
     def state_bytes(self) -> int:
@@ -92,8 +137,8 @@ class Learner:
         return self._deltas.nbytes + sum(estimator.state_bytes for estimator in self._estimators.values())
 
     def clear(self) -> None:
-        """Forget everything that was learned or waits."""
-        self._jobs.clear()
+        """Forget everything that was learned."""
+        self.stop()
         self._gate.clear()
         self._deltas.clear()
         for estimator in self._estimators.values():

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
-from kvcmas_sgl.radix_ext.audit import ANSWER_TOKENS, AuditJob, Auditor, Forward, Stretch
+from kvcmas_sgl.radix_ext.audit import AuditJob, Auditor, Forward
+from kvcmas_sgl.radix_ext.checks import Checker
+from kvcmas_sgl.radix_ext.estimators import Edge
 from kvcmas_sgl.radix_ext.harvest import Harvester, HarvestJob
-from kvcmas_sgl.radix_ext.heavy import heavy_tokens, score_steps
-from kvcmas_sgl.radix_ext.learner import Learner
+from kvcmas_sgl.radix_ext.heavy import score_steps
+from kvcmas_sgl.radix_ext.learner import Learner, Steps
 from kvcmas_sgl.radix_ext.request import AgentRequest
 from kvcmas_sgl.radix_ext.sources import Source
 from kvcmas_sgl.radix_ext.statistics import Statistics
@@ -32,6 +35,7 @@ class Lessons:
         self,
         harvester: Harvester,
         auditor: Auditor,
+        checker: Checker,
         learner: Learner,
         statistics: Statistics,
         path_of: Callable[[Source], Tensor | None],
@@ -39,6 +43,7 @@ class Lessons:
         self._harvester = harvester
         self._path_of = path_of
         self._auditor = auditor
+        self._checker = checker
         self._learner = learner
         self._statistics = statistics
         self.forward: Forward | None = None
@@ -48,31 +53,22 @@ class Lessons:
         jobs, request.lessons = request.lessons, []
         if not jobs:
             return
-        audits: dict = {}
+        audits: Mapping[tuple[Edge, bool], float] = {}
         if self.forward is not None:
-            audit = self._audit(self._audit_job(request, jobs, answer, audits), self.forward)
-            self._learner.add(audit, needs_model=True)
+            audit = AuditJob.of(request, jobs, answer)
+            audits = audit.results
+            self._learner.add(self._audit(audit, self.forward), needs_model=True)
         for job in jobs:
             self._learner.add(self._learn(replace(job, audits=audits)))
 
-    def _audit_job(
-        self, request: AgentRequest, jobs: Sequence[HarvestJob], answer: Sequence[int], results: dict
-    ) -> AuditJob:
-        stretches = []
-        for job in jobs:
-            start = job.consumer.source.start + job.consumer.offset
-            heavy = tuple(heavy_tokens(base, job.length, job.head) for base in job.bases)
-            stretches.append(Stretch(job.consumer, job.bases, start, start + job.length, job.head, heavy))
-        return AuditJob(
-            tokens=np.concatenate([request.prompt, np.array(answer[:ANSWER_TOKENS], np.int64)]),
-            prompt_length=len(request.prompt),
-            spans=tuple((span.start, span.stop) for span in request.report.spans),
-            stretches=tuple(stretches),
-            last=max((job.consumer.source for job in jobs), key=lambda source: source.stop),
-            results=results,
-        )
+    def check(self, request: AgentRequest, answer: Sequence[int], node: int, jobs: Sequence[HarvestJob]) -> None:
+        """Perhaps queue a check of a finished request that was reused; ``jobs``: what a dense run of it would teach."""
+        forward = self.forward
+        if forward is not None and self._checker.due(jobs):
+            begin = partial(self._checker.steps, request, list(answer), node, jobs, forward)
+            self._learner.add(begin(), needs_model=True, again=begin)
 
-    def _audit(self, job: AuditJob, forward: Forward) -> Iterator[None]:
+    def _audit(self, job: AuditJob, forward: Forward) -> Steps:
         yield from self._auditor.steps(job, forward)
         self._statistics.audits += len(job.results)
 
@@ -81,7 +77,7 @@ class Lessons:
         if source.content.heavy is None:
             self._learner.add(self._score(source))
 
-    def _score(self, source: Source) -> Iterator[None]:
+    def _score(self, source: Source) -> Steps:
         path = self._path_of(source)
         if source.content.heavy is not None or path is None:
             return
@@ -94,6 +90,6 @@ class Lessons:
                 return
             yield
 
-    def _learn(self, job: HarvestJob) -> Iterator[None]:
+    def _learn(self, job: HarvestJob) -> Steps:
         yield from self._harvester.steps(job)
         self._statistics.spans_learned += 1

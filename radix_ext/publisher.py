@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from typing import TYPE_CHECKING
 
+from kvcmas_sgl.radix_ext.blocks import Tokens
 from kvcmas_sgl.radix_ext.decision import Base, SpanReport
 from kvcmas_sgl.radix_ext.harvest import HarvestJob
 from kvcmas_sgl.radix_ext.node_marks import Provenance, mark_corrected, mark_exact, path_to, provenance, slots
@@ -22,6 +23,9 @@ if TYPE_CHECKING:
 
 MAX_BASES = 3
 """Sources that one dense run is learned against: the work per run must not grow with the number of agents."""
+
+NOWHERE = -1
+"""Stands for the tree node of KV that is in no tree."""
 
 CONTEXT = "context"
 """Stands for the estimator in the provenance of KV that the model computed over corrected KV."""
@@ -97,6 +101,23 @@ class Publisher:
             for number, span in enumerate(request.report.spans):
                 jobs += self._publish_span(req, path, request, number, span)
         request.lessons = jobs
+
+    def untaught(self, request: AgentRequest) -> list[HarvestJob]:
+        """What a dense run of a request that was reused would teach; nobody holds such KV yet."""
+
+        def run(start: int, tokens: Tokens, agent: Agent | None) -> Source:
+            content = self._cache.sources.content(request.scope, tokens)
+            return Source(content, agent, request.context(start), NOWHERE, start)
+
+        if request.auto:
+            whole = run(0, request.prompt, None)
+            return [job for number in range(len(request.matches)) for job in self._jobs(request, whole, number)]
+        jobs = []
+        for number, span in enumerate(request.report.spans):
+            if span.start and span.stop - span.start >= self._cache.config.min_span:
+                source = run(span.start, request.prompt[span.start : span.stop], request.agent(span.start))
+                jobs += self._jobs(request, source, number)
+        return jobs
 
     def publish_answer(self, req: Req, request: AgentRequest, up_to: int) -> None:
         """The request is finished: the KV of its generated text is the first source of that text."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from kvcmas_sgl.radix_ext.blocks import Tokens
-from kvcmas_sgl.radix_ext.decision import Piece, Report, SpanReport
+from kvcmas_sgl.radix_ext.decision import Piece, Reason, Report, SpanReport
 from kvcmas_sgl.radix_ext.sources import Agent, Content, Match, Place, as_tokens, token_digest
 
 from kvcmas_sgl.wire import AgentHint
@@ -103,6 +103,11 @@ class AgentRequest:
     @property
     def auto(self) -> bool:
         return self.hint is None
+
+    @property
+    def reused(self) -> bool:
+        """Whether KV was corrected for this request."""
+        return any(span.reason is Reason.REUSED for span in self.report.spans)
 
     def agent(self, start: int) -> Agent:
         """This request's agent, at a stretch that starts at ``start`` (past the prompt: its answer)."""

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from kvcmas_sgl.radix_ext.blocks import BlockTable, Tokens
 from kvcmas_sgl.radix_ext.estimators import Edge
+from torch import Tensor
 
 MAX_SOURCES_PER_CONTENT = 8
 MAX_TOKENS = 1 << 22
@@ -111,6 +112,8 @@ class Source:
         Whether the model computed all of it (perhaps over corrected KV before it): such KV can be learned from.
     sequence_content
         In automatic mode the prompt that this source belongs to.
+    held
+        Slots (int64 [n]) of the source's sequence where it is in no tree: a dense run that only a check keeps.
     """
 
     content: Content
@@ -122,6 +125,7 @@ class Source:
     exact: bool = True
     computed: bool = True
     sequence_content: Content | None = None
+    held: Tensor | None = None
     sequence: int = field(default_factory=lambda: next(_sequence))
 
     @property

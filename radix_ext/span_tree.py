@@ -34,12 +34,13 @@ class SpanTree:
 
     def slots(self, source: Source) -> Tensor | None:
         """Slots (int64 [n]) of a source's span in the pool; None when it has left the tree."""
-        if self.node(source.node) is None:
-            return None
-        return self._cache.path_device_indices(source.node)[source.start : source.stop]
+        path = self.path(source)
+        return None if path is None else path[source.start : source.stop]
 
     def path(self, source: Source) -> Tensor | None:
         """Slots of everything up to the end of a source's content; None when it has left the tree."""
+        if source.held is not None:
+            return source.held[: source.stop]
         return None if self.node(source.node) is None else self._cache.path_device_indices(source.node)
 
     def nodes(self, source: Source) -> list[UnifiedTreeNode]:

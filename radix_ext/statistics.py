@@ -15,7 +15,7 @@ RECENT = 256
 
 @dataclass
 class Statistics:
-    """Totals since start. Seconds are wall clock of the scheduler's thread."""
+    """Totals since start. Seconds are wall clock of the scheduler's thread; ``checked_kl`` is a sum, nats."""
 
     requests: int = 0
     exact_tokens: int = 0
@@ -25,6 +25,9 @@ class Statistics:
     fallbacks: int = 0
     spans_learned: int = 0
     audits: int = 0
+    checks: int = 0
+    checks_over_budget: int = 0
+    checked_kl: float = 0.0
     jobs_dropped: int = 0
     match_seconds: float = 0.0
     place_seconds: float = 0.0

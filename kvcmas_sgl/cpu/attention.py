@@ -23,6 +23,8 @@ _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 
 # Below this a second kernel call and its merge cost more than copying the run.
 _LONGEST_COPIED_RUN = 2048
+# Longest row of a sequence that joins others in one masked call: a call per row would read the prefix for each.
+_SHORT_ROW = 16
 # Keys per part when a long prefix is cut to occupy all threads; torch's kernel works in blocks of 512 keys.
 _SHORTEST_PART = 1024
 
@@ -47,8 +49,8 @@ class _Keys:
 class _Request:
     """One request of a forward: its query rows [first, first + new), its unmasked keys, its causal block.
 
-    `block` is None for a single new token, whose own key is among `keys`; `keys` is None without a prefix. Single
-    tokens of one sequence are taken together: `mask`, fp32 [new, keys], then hides from each the keys after its own.
+    `block` is None for a single new token, whose own key is among `keys`; `keys` is None without a prefix. Short rows
+    of one sequence are taken together: `mask`, fp32 [new, keys], then hides from each token the keys after its own.
     """
 
     first: int
@@ -163,10 +165,10 @@ def _make_plan(forward_batch: ForwardBatch, req_to_token: torch.Tensor) -> _Plan
     while at < len(totals):
         row, total, new = pool_rows[at], totals[at], news[at]
         stop = at + 1
-        while new == 1 and stop < len(totals) and pool_rows[stop] == row and news[stop] == 1:
+        while new <= _SHORT_ROW and stop < len(totals) and pool_rows[stop] == row and news[stop] <= _SHORT_ROW:
             stop += 1
         if stop - at > 1:
-            request = _single_tokens(first, req_to_token[row], totals[at:stop])
+            request = _short_rows(first, req_to_token[row], totals[at:stop], news[at:stop])
         else:
             slots = req_to_token[row, :total]
             prefix = total if new == 1 else total - new
@@ -182,12 +184,13 @@ def _make_plan(forward_batch: ForwardBatch, req_to_token: torch.Tensor) -> _Plan
     return _Plan(extend=extend, rows=first, requests=tuple(requests))
 
 
-def _single_tokens(first: int, slots: torch.Tensor, totals: list[int]) -> _Request:
-    """Tokens of one sequence with others between them; `totals` are the keys that each one sees."""
+def _short_rows(first: int, slots: torch.Tensor, totals: list[int], news: list[int]) -> _Request:
+    """Runs of a few tokens of one sequence with others between them; `totals` are their ends, `news` their lengths."""
+    seen = [end for total, new in zip(totals, news, strict=True) for end in range(total - new + 1, total + 1)]
     keys = max(totals)
-    hidden = torch.arange(keys)[None, :] >= torch.tensor(totals)[:, None]
+    hidden = torch.arange(keys)[None, :] >= torch.tensor(seen)[:, None]
     mask = torch.zeros(hidden.shape).masked_fill_(hidden, -math.inf)
-    return _Request(first, len(totals), _plan_keys(slots[:keys], cut=False), None, mask)
+    return _Request(first, len(seen), _plan_keys(slots[:keys], cut=False), None, mask)
 
 
 def _plan_keys(slots: torch.Tensor, *, cut: bool = True) -> _Keys:

@@ -162,14 +162,18 @@ def test_extend_of_a_ragged_batch(dtype: torch.dtype, layout: Layout, group: int
 @DTYPES
 @SLOTS
 @pytest.mark.parametrize("group", [1, 3], ids=["mha", "gqa"])
-def test_single_tokens_of_one_sequence_see_what_is_before_them(dtype: torch.dtype, layout: Layout, group: int) -> None:
+@pytest.mark.parametrize("news", [(1, 1, 1, 1), (16, 1, 3, 2), (1, 17, 1, 20)])
+def test_short_rows_of_one_sequence_see_what_is_before_them(
+    dtype: torch.dtype, layout: Layout, group: int, news: tuple[int, ...]
+) -> None:
     """Rows of one pool row, as the forward seam makes them: some tokens of a sequence, between others' rows."""
-    case = build([(40, 5), (90, 1), (12, 1), (200, 1), (33, 1), (70, 9)], group=group, dtype=dtype, layout=layout)
-    # The four single tokens are now of the third sequence, which is the longest.
+    lengths = [(40, 5), *zip((90, 12, 200, 33), news, strict=True), (70, 9)]
+    case = build(lengths, group=group, dtype=dtype, layout=layout)
+    # The four rows in the middle are now of the third of them, which is the longest.
     rows = case.batch.req_pool_indices
     rows[1:5] = rows[3].clone()
-    slots = [case.slots[0], *[case.slots[3][:n] for n in (91, 13, 201, 34)], case.slots[5]]
-    assert_close(replace(case, slots=slots))
+    middle = [case.slots[3][: prefix + new] for prefix, new in lengths[1:5]]
+    assert_close(replace(case, slots=[case.slots[0], *middle, case.slots[5]]))
 
 
 @DTYPES
