@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import sglang as sgl
-from kvcmas_sgl.frontend import AgentError, AgentRuntimeEndpoint, MarkedText, Span, agent, open_agent, shared
+from kvcmas_sgl.frontend import AgentRuntimeEndpoint, MarkedText, Span, agent, open_agent, shared
 from kvcmas_sgl.frontend.program import extend_program_state
 from sglang.lang.backend.base_backend import BaseBackend
 from sglang.lang.backend.runtime_endpoint import RuntimeEndpoint
@@ -358,111 +358,6 @@ def test_any_other_backend_runs_the_program():
         assert prompt.rstrip("\n").endswith(state[name]) and state[name] == str(len(prompt) - len(state[name] + tail))
 
 
-def failing(role: str):
-    return lambda body: None if payload(body)["role"] == role else by_role(body)
-
-
-@pytest.mark.parametrize("use_thread", [True, False])
-def test_a_failed_agent_raises_where_it_is_read_in_the_program(server, endpoint, use_thread):
-    server.reply = failing("coder")
-    with pytest.raises(AgentError, match=r"^Agent 'coder' failed: .*out of memory") as raised:
-        team.run(doc=DOC, backend=endpoint, use_thread=use_thread)
-    assert isinstance(raised.value.__cause__, RuntimeError)
-    del raised  # it holds the program in a cycle, see test_agents_leave_no_reference_cycle
-    assert not bodies_of(server, "critic")
-
-
-@pytest.mark.parametrize("stream", [False, True])
-def test_a_failed_agent_that_the_program_did_not_read_is_its_error_and_nothing_hangs(server, endpoint, stream):
-    server.reply = failing("coder")
-
-    @sgl.function
-    def unread(s):
-        with s.agent("planner", system="You plan.") as planner:
-            planner += sgl.user("?") + sgl.assistant(sgl.gen("plan"))
-        with s.agent("coder", system="You code.") as coder:
-            coder += sgl.user("?") + sgl.assistant(sgl.gen("code"))
-            coder += sgl.user("Again") + sgl.assistant(sgl.gen("more"))
-
-    state = unread.run(backend=endpoint, stream=stream)
-    if stream:
-        assert "".join(state.text_iter("more")) == ""
-    assert state["plan"] == ANSWERS["planner"]
-    assert isinstance(state.error(), AgentError)
-    for name in ("code", "more"):
-        with pytest.raises(AgentError, match="out of memory"):
-            state[name]
-        with pytest.raises(AgentError, match="out of memory"):
-            state.get_meta_info(name)
-    coder = state.agents["coder"]
-    for read in (coder.text, coder.messages, lambda: coder.variables, lambda: coder["more"], coder.fork):
-        with pytest.raises(AgentError):
-            read()
-    assert state.reuse == {"planner": [{"role": "planner"}], "coder": []}
-
-
-def test_a_failed_fork_of_an_agent_raises_when_it_joins(server, endpoint):
-    server.reply = lambda body: None if "Fail" in body["text"] else "ok"
-
-    @sgl.function
-    def forked(s, join):
-        with s.agent("critic", system="You criticise.") as critic:
-            critic += sgl.user("?")
-            forks = critic.fork(2)
-            forks[0] += sgl.user("Work.") + sgl.assistant(sgl.gen("x"))
-            forks[1] += sgl.user("Fail.") + sgl.assistant(sgl.gen("x"))
-            if join:
-                forks.join()
-
-    with pytest.raises(AgentError, match="out of memory"):
-        forked.run(join=True, backend=endpoint)
-    assert isinstance(forked.run(join=False, backend=endpoint).error(), AgentError)
-
-
-def test_run_batch_returns_although_an_agent_fails(server, endpoint):
-    server.reply = lambda body: None if "bad" in body["text"] else "ok"
-
-    @sgl.function
-    def one(s, doc):
-        with s.agent("critic", system="You criticise.") as critic:
-            critic += sgl.user(shared(doc)) + sgl.assistant(sgl.gen("x"))
-
-    states = one.run_batch([{"doc": doc} for doc in ("a", "bad", "c", "d")], backend=endpoint, num_threads=2)
-    assert [isinstance(state.error(), AgentError) for state in states] == [False, True, False, False]
-    assert [states[n]["x"] for n in (0, 2, 3)] == ["ok"] * 3
-
-
-def test_an_exception_in_the_block_comes_out_and_leaves_no_thread(server, endpoint):
-    executors = []
-
-    @sgl.function
-    def broken(s):
-        with s.agent("critic", system="You criticise.") as critic:
-            executors.extend([critic.stream_executor, critic.fork(1)[0].fork(1)[0].stream_executor])
-            with critic.var_scope("open"):
-                raise KeyError("mine")
-
-    with pytest.raises(KeyError, match="mine"):
-        broken.run(backend=endpoint)
-    for executor in executors:
-        executor.worker.join(30)
-        assert not executor.worker.is_alive()
-
-
-def test_a_scope_that_never_closed_is_an_error_where_it_is_read(endpoint):
-    @sgl.function
-    def scoped(s):
-        try:
-            with s.agent("critic", system="You criticise.") as critic, critic.var_scope("open"):
-                raise KeyError("mine")
-        except KeyError:
-            pass
-        return s["open"]
-
-    with pytest.raises(AgentError, match=r"^Agent 'critic' failed: variable 'open' was never written\.$"):
-        scoped.run(backend=endpoint)
-
-
 def test_agents_leave_no_reference_cycle(server, endpoint):
     # SGLang's `__del__` of a program takes a lock: from the garbage collector, it could wait for it for ever.
     state = team.run(doc=DOC, backend=endpoint)
@@ -534,18 +429,6 @@ def test_more_spans_than_the_wire_takes_send_the_longest(server, endpoint):
     assert len(lengths) == 64 and sorted(lengths) == sorted([n % 10 + 1 for n in range(70)])[6:]
 
 
-def test_bad_arguments_and_images_get_one_sentence(endpoint):
-    @sgl.function
-    def bad(s, role, doc):
-        with s.agent(role, system="S") as one:
-            one += sgl.user(shared(doc))
-
-    with pytest.raises(ValueError, match=r"^agent\(role=...\) is ''; it must be a non-empty string\.$"):
-        bad.run(role="", doc=DOC, backend=endpoint)
-    with pytest.raises(TypeError, match=r"^shared\(text\) holds an image; only text can be shared"):
-        bad.run(role="a", doc=sgl.image("fox.png"), backend=endpoint)
-
-
 def test_an_image_beside_shared_text_leaves_the_offsets_right(server, tmp_path):
     (tmp_path / "fox.png").write_bytes(b"fox")
 
@@ -557,28 +440,6 @@ def test_an_image_beside_shared_text_leaves_the_offsets_right(server, tmp_path):
     look.run(doc=DOC, backend=AgentRuntimeEndpoint(server.url, chat_template_name="chatml-llava")).sync()
     (body,) = server.bodies
     assert body["image_data"] and "<image>" in body["text"] and payload(body)["spans"] == spans_in(body, DOC)
-
-
-def test_an_agent_of_an_agent_and_a_joined_fork_fail_under_their_own_name(server, endpoint):
-    server.reply = failing("planner")
-
-    @sgl.function
-    def nested(s, mode):
-        with s.agent("coder", system="You code.") as coder:
-            with coder.agent("planner", system="You plan.") as planner:
-                if mode is None:
-                    planner += sgl.assistant(sgl.gen("plan"))
-                else:
-                    forks = planner.fork(1)
-                    forks[0] += sgl.assistant(sgl.gen("plan"))
-                    forks.join(mode)
-            coder += sgl.assistant(sgl.gen("code"))
-
-    for mode in (None, "concate_and_append"):
-        with pytest.raises(AgentError, match=r"^Agent 'planner' failed: \{'error'") as raised:
-            nested.run(mode=mode, backend=endpoint)["code"]
-        assert isinstance(raised.value.__cause__, RuntimeError)
-        del raised  # it holds the program in a cycle, see test_agents_leave_no_reference_cycle
 
 
 def test_marked_text_keeps_marks_through_what_users_do_with_it():
