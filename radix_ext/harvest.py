@@ -3,12 +3,13 @@
 A dense run of an agent on a span whose content another agent holds exactly gives the true delta. A job first copies
 a sample of rows from the pool, so that eviction cannot tear what it learns from; then, a few layers a step, it
 scores what each estimator would have predicted (the gate's held-out pair), lets the estimators observe, and
-last factors the own delta of the whole span onto the source's nodes.
+last factors the own delta of the whole span onto the source's nodes: its right factors come from the sample,
+only its left ones take a pass over all rows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -18,7 +19,7 @@ from kvcmas_sgl.radix_ext.estimators import Edge, Estimator, Observation
 from kvcmas_sgl.radix_ext.gate import Gate
 from kvcmas_sgl.radix_ext.heavy import heavy_tokens, with_heavy
 from kvcmas_sgl.radix_ext.kv_view import KVView, SampledRows
-from kvcmas_sgl.radix_ext.lowrank import compress
+from kvcmas_sgl.radix_ext.lowrank import row_space
 from kvcmas_sgl.radix_ext.sources import Source, edge
 from kvcmas_sgl.triton_kernels import Delta
 from torch import Tensor
@@ -29,22 +30,32 @@ _LAYERS_PER_STEP = 6
 
 
 class ErrorMeter:
-    """Relative error of corrected KV, as the gate defines it; rows may be weighted."""
+    """Relative error of corrected KV, as the gate defines it.
 
-    def __init__(self) -> None:
+    weight: fp32 [n], how many tokens a row stands for. computed: bool [n], the rows that have no error because they are
+    computed.
+    """
+
+    def __init__(self, weight: Tensor, computed: Tensor | None = None) -> None:
+        self._weight = weight
+        self._wrong = weight if computed is None else weight * ~computed
         self._sum = 0.0
         self._layers = 0
 
-    def add(self, true: tuple[Tensor, Tensor], off: tuple[Tensor, Tensor], weight: Tensor | None = None) -> None:
-        """Add layers: ``true`` K and V, and how far the corrected ones are off, fp32 ``[l, n, D]`` each."""
-        ratio = sum(_energy(o, weight) / _energy(x, weight) for x, o in zip(true, off, strict=True))
-        assert isinstance(ratio, Tensor)
+    def add(self, true: Tensor, off: Tensor) -> None:
+        """Add layers: energies of the true rows, and of how far the corrected ones are off."""
+        ratio = (off @ self._wrong) / (true @ self._weight)
         self._sum += float(ratio.sum()) / 2
-        self._layers += ratio.shape[0]
+        self._layers += ratio.shape[1]
 
     @property
     def squared_error(self) -> float:
         return self._sum / self._layers
+
+
+def energies(x: Tensor) -> Tensor:
+    """Squared norm of every row, fp32 [2, l, n], of K and V, fp32 [2, l, n, D]."""
+    return torch.linalg.vecdot(x, x)
 
 
 @dataclass(frozen=True)
@@ -112,11 +123,13 @@ class Harvester:
         if not all(part.finite for part in (rows, *(base_rows for _, base_rows in sampled))):
             raise ValueError("a dense run or its source holds NaN or Inf: nothing is learned from it")
         yield
-        for base, base_rows in sampled:
-            yield from self._learn(job, base, rows, base_rows, t, weight)
         whole = [base for base, _ in sampled if base.offset == 0 and base.source.length == job.length]
-        if self.own_rank and whole:
-            yield from self._factor(job, whole[0])
+        best = whole[0] if self.own_rank and whole else None
+        own = _OwnDelta(ErrorMeter(weight))
+        for base, base_rows in sampled:
+            yield from self._learn(job, base, rows, base_rows, t, weight, own if base is best else None)
+        if best is not None:
+            yield from self._factor(job, best, own)
 
     def _slots(self, base: Base, length: int) -> Tensor | None:
         slots = self.slots_of(base.source)
@@ -130,69 +143,77 @@ class Harvester:
         base_rows: SampledRows,
         t: Tensor,
         weight: Tensor,
+        own: _OwnDelta | None,
     ) -> Iterator[None]:
         on = edge(base.agent, job.consumer.agent)
         predictions = {name: estimator.predict(on) for name, estimator in self.estimators.items()}
-        # What is computed has no error.
-        without_head = (t >= job.head).float()[:, None]
-        masks = [without_head]
+        computed = [t < job.head]
         heavy = heavy_tokens(base, job.length, job.head)
         if heavy is not None:
-            masks.append(without_head * ~torch.isin(t, torch.from_numpy(heavy).to(t.device))[:, None])
-        known = [name for name, delta in predictions.items() if delta is not None]
-        meters = {(name, way): ErrorMeter() for name in known for way in range(len(masks))}
+            computed.append(computed[0] | torch.isin(t, torch.from_numpy(heavy).to(t.device)))
+        known = {name: delta for name, delta in predictions.items() if delta is not None}
+        meters = {name: [ErrorMeter(weight, rows) for rows in computed] for name in known}
         at = t + base.offset
-        # Layer 0 depends on the token alone: it is exact after rotation and would only dilute the error.
         for layers in _chunks(0, self.view.layers):
-            true = self.view.canonical(rows.k[layers], rows.v[layers], rows.positions)
-            base_kv = self.view.canonical(base_rows.k[layers], base_rows.v[layers], base_rows.positions)
-            off = (true[0] - base_kv[0], true[1] - base_kv[1])
+            true = self.view.canonical(rows, layers)
+            base_kv = self.view.canonical(base_rows, layers)
+            off = true - base_kv
+            # Layer 0 depends on the token alone: it is exact after rotation and would only dilute the error.
             scored = max(layers.start, 1) - layers.start
-            for name in known:
-                left = _left_over(predictions[name], layers, at, base_kv, off)
-                for way, mask in enumerate(masks):
-                    mine = (left[0][scored:] * mask, left[1][scored:] * mask)
-                    meters[name, way].add((true[0][scored:], true[1][scored:]), mine, weight)
-            observation = Observation(layers.start, at, base_kv[0], base_kv[1], off[0], off[1])
+            of_true = energies(true)[:, scored:]
+            for name, delta in known.items():
+                left = energies(_left_over(delta, layers, at, base_kv, off))[:, scored:]
+                for meter in meters[name]:
+                    meter.add(of_true, left)
+            observation = Observation(layers.start, at, *base_kv, *off)
             for estimator in self.estimators.values():
                 estimator.observe(on, observation)
+            if own is not None:
+                own.add(off, of_true, scored, weight, self.own_rank, self.view.dtype)
             yield
-        for (name, way), meter in meters.items():
-            kl = job.audits.get((on, bool(way))) if name == self.audited else None
-            called = with_heavy(name) if way else name
-            self.gate.record(on, called, squared_error=meter.squared_error, tokens=job.length, kl=kl)
+        for name, ways in meters.items():
+            for way, meter in enumerate(ways):
+                kl = job.audits.get((on, bool(way))) if name == self.audited else None
+                called = with_heavy(name) if way else name
+                self.gate.record(on, called, squared_error=meter.squared_error, tokens=job.length, kl=kl)
         for estimator in self.estimators.values():
             estimator.finish(on)
         yield
 
-    def _factor(self, job: HarvestJob, base: Base) -> Iterator[None]:
-        left_k, right_k, left_v, right_v = [], [], [], []
-        meter = ErrorMeter()
-        # Its error is measured on some rows: a few hundred tell it well enough.
-        some = (slice(None), slice(None, None, max(1, job.length // SAMPLED_TOKENS)))
+    def _factor(self, job: HarvestJob, base: Base, own: _OwnDelta) -> Iterator[None]:
+        left: list[tuple[Tensor, Tensor]] = []
+        right = own.right
         for layers in _chunks(0, self.view.layers):
             consumer_slots, base_slots = self._slots(job.consumer, job.length), self._slots(base, job.length)
             if consumer_slots is None or base_slots is None:
                 return
-            true = self.view.rows(layers, consumer_slots, _position(job.consumer))
-            start = self.view.rows(layers, base_slots, _position(base))
-            delta = (true[0] - start[0], true[1] - start[1])
-            # The error is that of the stored, rounded factors: it is what a later placement will see.
-            k = [part.to(self.view.dtype) for part in compress(delta[0], self.own_rank)]
-            v = [part.to(self.view.dtype) for part in compress(delta[1], self.own_rank)]
-            off = [
-                part[some] - left[some].float() @ right.float()
-                for part, (left, right) in zip(delta, (k, v), strict=True)
-            ]
-            scored = max(layers.start, 1) - layers.start
-            meter.add((true[0][some][scored:], true[1][some][scored:]), (off[0][scored:], off[1][scored:]))
-            left_k.append(k[0])
-            right_k.append(k[1])
-            left_v.append(v[0])
-            right_v.append(v[1])
+            places = (consumer_slots, _position(job.consumer)), (base_slots, _position(base))
+            left.append(self.view.left_factors(layers, *places, (right[0, layers], right[1, layers])))
             yield
-        factors = Factors(torch.cat(right_k), torch.cat(right_v), meter.squared_error**0.5)
-        self.attach(base.source, job.own, Rows(factors, torch.cat(left_k), torch.cat(left_v)))
+        factors = Factors(right[0], right[1], own.meter.squared_error**0.5)
+        self.attach(base.source, job.own, Rows(factors, *(torch.cat(part) for part in zip(*left, strict=True))))
+
+
+@dataclass
+class _OwnDelta:
+    """Right factors of a measured delta, from the sampled rows, and the error that the rounded factors leave there."""
+
+    meter: ErrorMeter
+    parts: list[Tensor] = field(default_factory=list)
+
+    def add(self, delta: Tensor, true: Tensor, scored: int, weight: Tensor, rank: int, dtype: torch.dtype) -> None:
+        """Add layers: their delta, fp32 [2, l, n, D], and the true rows' energies from layer ``scored`` on."""
+        right = row_space(delta, rank, weight).to(dtype)
+        # The error is that of the stored, rounded factors: it is what a later placement will see.
+        wide = right.float()
+        off = delta - (delta @ wide.mT).to(dtype).float() @ wide
+        self.meter.add(true, energies(off)[:, scored:])
+        self.parts.append(right)
+
+    @property
+    def right(self) -> Tensor:
+        """K's and V's, [2, L, r, D]."""
+        return torch.cat(self.parts, 1)
 
 
 def sample_offsets(length: int, device: torch.device | str = "cpu") -> tuple[Tensor, Tensor]:
@@ -215,23 +236,13 @@ def _position(base: Base) -> int:
     return base.source.start + base.offset
 
 
-def _left_over(
-    delta: Delta | None, layers: slice, t: Tensor, base: Sequence[Tensor], true: tuple[Tensor, Tensor]
-) -> tuple[Tensor, Tensor]:
-    """What a predicted delta leaves of the true one, fp32 ``[l, n, D]``."""
-    assert delta is not None
-    predicted = [
-        delta.rows(layer, t, base[0][i], base[1][i]) for i, layer in enumerate(range(layers.start, layers.stop))
-    ]
-    return (
-        true[0] - torch.stack([dk for dk, _ in predicted]),
-        true[1] - torch.stack([dv for _, dv in predicted]),
-    )
-
-
-def _energy(x: Tensor, weight: Tensor | None) -> Tensor:
-    rows = x.square().sum(-1)
-    return rows.sum(-1) if weight is None else rows @ weight
+def _left_over(delta: Delta, layers: slice, t: Tensor, base: Tensor, true: Tensor) -> Tensor:
+    """What a predicted delta leaves of the true one, fp32 ``[2, l, n, D]``."""
+    left = torch.empty_like(true)
+    for i, layer in enumerate(range(layers.start, layers.stop)):
+        for part, predicted in enumerate(delta.rows(layer, t, base[0, i], base[1, i])):
+            torch.sub(true[part, i], predicted, out=left[part, i])
+    return left
 
 
 def _chunks(start: int, stop: int) -> Iterator[slice]:

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from kvcmas_sgl.triton_kernels import RotaryTable, Segment, canonical_rows, plan, rotate, run
+from kvcmas_sgl.radix_ext.finite import all_finite
+from kvcmas_sgl.triton_kernels import RotaryTable, Segment, canonical_rows, left_factors, plan, run
 from torch import Tensor
 
 
@@ -20,7 +21,7 @@ class SampledRows:
 
     @property
     def finite(self) -> bool:
-        return bool(torch.isfinite(self.k).all() and torch.isfinite(self.v).all())
+        return all_finite(self.k) and all_finite(self.v)
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,15 +61,27 @@ class KVView:
             positions=t + start,
         )
 
-    def canonical(self, k: Tensor, v: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Pre-RoPE K and V, fp32 ``[..., n, D]``, from pool rows ``[..., n, H, d]``."""
-        return rotate(k, positions, self.table, inverse=True).flatten(-2), v.float().flatten(-2)
+    def canonical(self, rows: SampledRows, layers: slice) -> Tensor:
+        """Canonical K, then V, fp32 ``[2, l, n, D]``, of some layers of ``rows``."""
+        n = rows.positions.shape[0]
+        every = torch.arange(n, device=rows.positions.device)
+        return canonical_rows(
+            rows.k[layers].unbind(), rows.v[layers].unbind(), every, rows.positions, self.table, self.backend
+        )
 
-    def rows(self, layers: slice, slots: Tensor, start: int) -> tuple[Tensor, Tensor]:
-        """Canonical K and V, fp32 ``[l, n, D]``, of consecutive positions from ``start`` on."""
-        positions = torch.arange(start, start + slots.shape[0], device=slots.device)
+    def left_factors(
+        self, layers: slice, consumer: tuple[Tensor, int], source: tuple[Tensor, int], right: tuple[Tensor, Tensor]
+    ) -> tuple[Tensor, Tensor]:
+        """Left factors of K's and V's delta, pool dtype ``[l, n, r]``, to the right factors ``right`` ``[l, r, D]``.
+
+        ``consumer`` and ``source``: slots (int64 [n]) of consecutive positions, and the first of these.
+        """
+        places = [
+            (slots, torch.arange(start, start + slots.shape[0], device=slots.device))
+            for slots, start in (consumer, source)
+        ]
         buffers = self.k_buffers[layers], self.v_buffers[layers]
-        return canonical_rows(*buffers, slots, positions, self.table, self.backend)
+        return left_factors(*buffers, places[0], places[1], right, self.table, self.backend)
 
     def correct(self, segments: Sequence[Segment]) -> None:
         """Move and correct ``segments`` within the pool, all layers of all of them in one batch.

@@ -1,4 +1,4 @@
-"""Low-rank factors of measured deltas: a randomised range finder.
+"""Low-rank factors of measured deltas: randomised range finders.
 
 Halko, Martinsson, Tropp, "Finding structure with randomness", SIAM Review 53(2), 2011, algorithms 4.4 and 5.1: sketch
 the range with a Gaussian test matrix, sharpen it with power iterations, orthonormalise, project.
@@ -7,12 +7,14 @@ the range with a Gaussian test matrix, sharpen it with power iterations, orthono
 from __future__ import annotations
 
 import torch
+from kvcmas_sgl.radix_ext.finite import all_finite
 from torch import Tensor
 
 _SEED = 20_110_601
 _OVERSAMPLE = 8
 _POWER_ITERATIONS = 2
-_SAMPLED_ROWS = 1024
+_GRAM_ITERATIONS = 2
+_SHIFT = 1e-13
 
 
 def factor(matrix: Tensor, rank: int) -> tuple[Tensor, Tensor]:
@@ -27,8 +29,7 @@ def factor(matrix: Tensor, rank: int) -> tuple[Tensor, Tensor]:
     if matrix.ndim < 2:
         raise ValueError(f"matrix is {list(matrix.shape)}: it must be [..., n, D]")
     matrix = matrix.float()
-    if not torch.isfinite(matrix).all():
-        raise ValueError("matrix holds NaN or Inf: only finite deltas can be factored")
+    _finite(matrix)
     n, width = matrix.shape[-2:]
     full = min(n, width)
     rank = min(rank, full)
@@ -52,32 +53,50 @@ def factor(matrix: Tensor, rank: int) -> tuple[Tensor, Tensor]:
 
 
 def compress(matrix: Tensor, rank: int) -> tuple[Tensor, Tensor]:
-    """Like `factor`, for tall matrices: ``right`` has orthonormal rows, and only [D, r] matrices are orthonormalised.
+    """Like `factor`, for tall matrices: ``right`` is their `row_space`, so that only its [D, r] is orthonormalised.
 
     A delta has thousands of rows and a few hundred columns, and a QR of its tall side costs ten times the products
-    around it. Subspace iteration on ``matrix.mT @ matrix`` squares the singular values once per step, so directions
-    below about 3e-4 of the largest are lost in fp32: far under what a delta of low rank keeps. Of more than
-    `_SAMPLED_ROWS` rows, the subspace is that of evenly spaced ones; all rows are projected on it.
+    around it.
     """
-    width = matrix.shape[-1]
+    right = row_space(matrix, rank)
+    return _finite(matrix @ right.mT), right
+
+
+def row_space(rows: Tensor, rank: int, weight: Tensor | None = None) -> Tensor:
+    """Right factors, fp32 [..., min(rank, D), D], of ``rows``, fp32 [..., n, D]; ``weight`` [n]: how much a row counts.
+
+    They are orthonormal as far as ``rows`` reaches that many directions; the others are shorter or zero. Subspace
+    iteration on the Gram matrix, with shifted Cholesky QR (Fukaya et al., SIAM J. Sci. Comput. 42(1), 2020) in fp64,
+    since a QR costs as much as all the products. Rounding takes directions below about 1e-3 of the largest.
+    Raises ValueError on NaN or Inf, and where squares overflow.
+    """
+    width = rows.shape[-1]
     rank = min(rank, width)
     if rank == width:
-        eye = torch.eye(width, device=matrix.device).expand(*matrix.shape[:-2], width, width)
-        return _finite(matrix.clone()), eye.contiguous()
-    sketch = min(rank + _OVERSAMPLE, width)
-    basis = _test_matrix(width, sketch, matrix.device)
-    rows = matrix[..., :: max(1, matrix.shape[-2] // _SAMPLED_ROWS), :]
-    gram = _finite(rows.mT @ rows)
-    for _ in range(1 + _POWER_ITERATIONS):
-        basis = torch.linalg.qr(gram @ basis).Q
-    # Whatever is not finite in a row is in its projection too, which is much smaller to look at.
-    left = _finite(matrix @ basis)
-    rotation = torch.linalg.eigh((left.mT @ left).double()).eigenvectors[..., -rank:].flip(-1).float()
-    return left @ rotation, (basis @ rotation).mT
+        _finite(rows)
+        return torch.eye(width, device=rows.device).expand(*rows.shape[:-2], width, width).contiguous()
+    weighted = rows if weight is None else rows * weight[:, None]
+    gram = _finite(weighted.mT @ rows)
+    basis = _test_matrix(width, min(rank + _OVERSAMPLE, width), rows.device)
+    for _ in range(_GRAM_ITERATIONS):
+        basis = _orthonormal(gram @ basis)
+    rotation = torch.linalg.eigh((basis.mT @ (gram @ basis)).double()).eigenvectors[..., -rank:].flip(-1)
+    return (basis @ rotation.float()).mT
+
+
+def _orthonormal(x: Tensor) -> Tensor:
+    wide = x.double()
+    gram = wide.mT @ wide
+    eye = torch.eye(gram.shape[-1], dtype=gram.dtype, device=x.device)
+    # What is below the shift is rounding: it comes out short, where it would have made the factorisation fail.
+    shift = _SHIFT * gram.diagonal(dim1=-2, dim2=-1).sum(-1).clamp_min(torch.finfo(gram.dtype).tiny / _SHIFT)
+    lower = torch.linalg.cholesky(gram + shift[..., None, None] * eye)
+    # The inverse is small, and a product with it several times faster than solving for every column.
+    return (wide @ torch.linalg.solve_triangular(lower, eye, upper=False).mT).float()
 
 
 def _finite(x: Tensor) -> Tensor:
-    if not torch.isfinite(x).all():
+    if not all_finite(x):
         raise ValueError("matrix holds NaN or Inf: only finite deltas can be factored")
     return x
 

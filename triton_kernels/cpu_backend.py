@@ -1,4 +1,4 @@
-"""The correction op on the CPU: prepares what `cpu_source.c` reads, and calls it.
+"""The correction op on the CPU: prepares what the C files read, and calls them.
 
 Factors are packed for the kernel's matrix products: in panels of 32 columns, the depth padded to an even number, and
 for bf16 the rows in pairs. What an estimator's delta needs is packed once and kept as long as the delta lives.
@@ -104,13 +104,13 @@ def run_with(
 
 def canonical_rows(
     k_buffers: Sequence[Tensor], v_buffers: Sequence[Tensor], slots: Tensor, positions: Tensor, table: RotaryTable
-) -> tuple[Tensor, Tensor]:
+) -> Tensor:
     """See ``canonical.canonical_rows``; for pools that `unavailable` has nothing against."""
     library = _library()
     assert isinstance(library, ctypes.CDLL)
     first = k_buffers[0]
     heads, dim = first.shape[1:]
-    out = [torch.empty(len(k_buffers), slots.numel(), heads * dim) for _ in range(2)]
+    out = torch.empty(2, len(k_buffers), slots.numel(), heads * dim)
     slots, leave = slots.contiguous(), torch.cat(table.rows(positions, inverse=True), 1)
     library.kvcmas_canonical(
         _addresses(k_buffers),
@@ -121,7 +121,48 @@ def canonical_rows(
         *(_pointer(part.data_ptr()) for part in out),
         _int(torch.get_num_threads()),
     )
-    return out[0], out[1]
+    return out
+
+
+def left_factors(
+    k_buffers: Sequence[Tensor],
+    v_buffers: Sequence[Tensor],
+    consumer: tuple[Tensor, Tensor],
+    source: tuple[Tensor, Tensor],
+    right: tuple[Tensor, Tensor],
+    table: RotaryTable,
+    library: ctypes.CDLL | None = None,
+) -> tuple[Tensor, Tensor]:
+    """See ``canonical.left_factors``; for pools that `unavailable` has nothing against. ``library``: of `cpu_build`."""
+    library = library or _library()
+    assert isinstance(library, ctypes.CDLL)
+    first, rows, rank = k_buffers[0], consumer[0].numel(), right[0].shape[1]
+    heads, dim = first.shape[1:]
+    bf16 = first.dtype is torch.bfloat16 and bool(library.kvcmas_bf16_products())
+    packed = [pack(part.mT, torch.bfloat16 if bf16 else torch.float32) for part in right]
+    places = [
+        part
+        for slots, positions in (consumer, source)
+        for part in (slots.contiguous(), torch.cat(table.rows(positions, inverse=True), 1))
+    ]
+    left = [torch.empty(len(k_buffers), rows, rank, dtype=first.dtype) for _ in range(2)]
+    status = library.kvcmas_project(
+        _addresses(k_buffers),
+        _addresses(v_buffers),
+        *(_int(n) for n in (len(k_buffers), heads, dim, table.rotary_dim, table.is_neox, _DTYPES[first.dtype])),
+        _int(0 if bf16 else 1),
+        *(_pointer(part.data_ptr()) for part in places),
+        _int(rows),
+        *(_pointer(part.data_ptr()) for part in packed),
+        *(_int(n) for n in (packed[0].shape[1], rank)),
+        *(_pointer(part.data_ptr()) for part in left),
+        _int(torch.get_num_threads()),
+    )
+    if status == 1:
+        raise CorrectionError("a delta holds NaN or Inf: it cannot be factored")
+    if status:
+        raise MemoryError("the CPU kernel could not allocate its scratch rows")
+    return left[0], left[1]
 
 
 def _addresses(buffers: Sequence[Tensor]) -> Any:
@@ -150,7 +191,7 @@ _packed: WeakKeyDictionary[AffineDelta, dict[torch.dtype, _Packed]] = WeakKeyDic
 
 
 def pack(matrix: Tensor, dtype: torch.dtype) -> Tensor:
-    """``matrix`` [L, depth, columns] as `product` in cpu_source.c reads it: ``dtype`` [L, panels * even depth * 32]."""
+    """``matrix`` [L, depth, columns] as `product` in cpu_common.h reads it: ``dtype`` [L, panels * even depth * 32]."""
     layers, depth, columns = matrix.shape
     # Padding takes what there is; a matrix that is whole already is not copied twice.
     whole = F.pad(matrix.to(dtype), (0, -columns % _PANEL, 0, depth % 2))

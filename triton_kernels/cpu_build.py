@@ -15,7 +15,8 @@ from pathlib import Path
 
 logger = logging.getLogger(__name__)
 
-SOURCE = Path(__file__).with_name("cpu_source.c")
+_FILES = ("cpu_source.c", "cpu_rows.c", "cpu_common.h")
+SOURCES = tuple(Path(__file__).with_name(name) for name in _FILES)
 _FLAGS = ("-O3", "-std=c11", "-shared", "-fPIC", "-pthread")
 _NATIVE = {"x86_64": ("-march=native",), "AMD64": ("-march=native",), "aarch64": ("-mcpu=native",)}
 _TIMEOUT = 120
@@ -32,14 +33,15 @@ def cache_folder() -> Path:
 
 
 def build(*, native: bool = True, folder: Path | None = None) -> Path:
-    """Compile `cpu_source.c` into ``folder`` unless it is there already; returns the library's path.
+    """Compile the C files into ``folder`` unless it is there already; returns the library's path.
 
     The compiler is `$CC`, or cc. ``native`` lets it use all that this machine's processor has; the file's name then
     depends on the processor. Raises BuildError.
     """
     compiler = os.environ.get("CC") or "cc"
     flags = _FLAGS + (_NATIVE.get(platform.machine(), ()) if native else ())
-    key = "\n".join([compiler, *flags, platform.machine(), _processor() if native else "", SOURCE.read_text()])
+    text = [path.read_text() for path in SOURCES]
+    key = "\n".join([compiler, *flags, platform.machine(), _processor() if native else "", *text])
     folder = folder or cache_folder()
     target = folder / f"correct-{hashlib.sha256(key.encode()).hexdigest()[:16]}.so"
     if target.exists():
@@ -49,7 +51,8 @@ def build(*, native: bool = True, folder: Path | None = None) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder) as scratch:
             made = Path(scratch) / "correct.so"
-            command = [*compiler.split(), *flags, str(SOURCE), "-o", str(made)]
+            files = [str(path) for path in SOURCES if path.suffix == ".c"]
+            command = [*compiler.split(), *flags, *files, "-o", str(made)]
             done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT, check=False)
             if done.returncode:
                 lines = done.stderr.strip().splitlines() or ["no message"]

@@ -25,9 +25,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import torch
+from kvcmas_sgl.radix_ext.finite import all_finite
 from kvcmas_sgl.radix_ext.lowrank import factor
 from kvcmas_sgl.triton_kernels import AffineDelta, Delta
-from kvcmas_sgl.triton_kernels.delta import fading, token_features
+from kvcmas_sgl.triton_kernels.delta import fading
 from torch import Tensor
 
 from .base import Edge, Estimator, Observation, SpanBase, check_observation
@@ -89,19 +90,15 @@ class AffineEstimator(Estimator):
         check_observation(obs, self._layers, self._width)
         basis = self._bases.get(edge.namespace) or self._new_basis(obs)
         weight = token_weights(obs.t).to(obs.base_k.device)[:, None]
-        grams, crosses, fits = [], [], {}
-        for i in range(obs.base_k.shape[0]):
-            layer = obs.first_layer + i
-            if layer not in basis.fitted:
-                fits[layer] = _fit(torch.cat([obs.base_k[i], obs.base_v[i]], dim=1), self._m)
-            project, shift = fits.get(layer, (basis.project[layer], basis.shift[layer]))
-            z = token_features(obs.base_k[i], obs.base_v[i], project, shift)
-            f = _features(z, obs.t)
-            weighted = (f * weight).mT
-            grams.append(weighted @ f)
-            crosses.append(weighted @ torch.cat([obs.delta_k[i], obs.delta_v[i]], dim=1))
-        gram, cross = torch.stack(grams), torch.stack(crosses)
-        if not (torch.isfinite(gram).all() and torch.isfinite(cross).all()):
+        layers = range(obs.first_layer, obs.first_layer + obs.base_k.shape[0])
+        x = torch.cat([obs.base_k, obs.base_v], dim=2)
+        fits = {layer: _fit(x[i], self._m) for i, layer in enumerate(layers) if layer not in basis.fitted}
+        frames = [fits.get(layer, (basis.project[layer], basis.shift[layer])) for layer in layers]
+        project, shift = (torch.stack(part) for part in zip(*frames, strict=True))
+        f = _features(torch.baddbmm(shift[:, None], x, project), obs.t)
+        weighted = (f * weight).mT
+        gram, cross = weighted @ f, weighted @ torch.cat([obs.delta_k, obs.delta_v], dim=2)
+        if not (all_finite(gram) and all_finite(cross)):
             raise ValueError("an observation's squares overflow fp32: it cannot be learned from")
 
         self._bases[edge.namespace] = basis
@@ -114,7 +111,7 @@ class AffineEstimator(Estimator):
                 obs.base_k.new_zeros(self._layers, self._features, self._features),
                 obs.base_k.new_zeros(self._layers, self._features, 2 * self._width),
             )
-        covered = slice(obs.first_layer, obs.first_layer + gram.shape[0])
+        covered = slice(layers.start, layers.stop)
         state.gram[covered] += gram
         state.cross[covered] += cross
 
@@ -201,9 +198,9 @@ class AffineEstimator(Estimator):
 
 
 def _features(z: Tensor, t: Tensor) -> Tensor:
-    """fp32 [n, F] of ``z`` [n, m] at span offsets ``t`` [n]: fading z, then the constants that carry the mean delta."""
-    tokens = z[:, None] * fading(t, TOKEN_DECAYS)[:, :, None]
-    return torch.cat([tokens.flatten(1), fading(t, MEAN_DECAYS)], dim=1)
+    """fp32 [l, n, F] of ``z`` [l, n, m] at span offsets ``t`` [n]: fading z, then the constants of the mean delta."""
+    tokens = z[:, :, None] * fading(t, TOKEN_DECAYS)[:, :, None]
+    return torch.cat([tokens.flatten(2), fading(t, MEAN_DECAYS).expand(z.shape[0], -1, -1)], dim=2)
 
 
 def token_weights(t: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
+from kvcmas_sgl.radix_ext.finite import all_finite
 from kvcmas_sgl.triton_kernels import Delta
 from torch import Tensor
 
@@ -63,7 +64,7 @@ def check_observation(obs: Observation, layers: int, width: int) -> None:
     for name, part in zip(("base_k", "base_v", "delta_k", "delta_v"), obs.tensors, strict=True):
         if tuple(part.shape) != want or part.dtype != torch.float32:
             raise ValueError(f"{name} is {part.dtype} {list(part.shape)}: it must be fp32 {list(want)}")
-        if not torch.isfinite(part).all():
+        if not all_finite(part):
             raise ValueError(f"{name} holds NaN or Inf: only finite observations can be learned from")
     if obs.t.dtype != torch.int64 or obs.t.ndim != 1 or obs.t.numel() == 0:
         raise ValueError(f"t is {obs.t.dtype} {list(obs.t.shape)}: it must be int64 [n] with n >= 1")

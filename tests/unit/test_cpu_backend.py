@@ -11,6 +11,7 @@ import pytest
 import torch
 from kvcmas_sgl.triton_kernels import (
     AffineDelta,
+    CorrectionError,
     Delta,
     LowRankDelta,
     RotaryTable,
@@ -18,6 +19,7 @@ from kvcmas_sgl.triton_kernels import (
     canonical_rows,
     correction,
     cpu_backend,
+    left_factors,
     plan,
     run,
 )
@@ -113,6 +115,38 @@ def test_rows_read_by_the_kernel_are_those_of_the_formula(dtype: torch.dtype, is
         assert torch.equal(got_v[layer], v[layer][slots].float().flatten(1))
     with pytest.raises(IndexError, match="to 128: the pool ends before"):
         canonical_rows(k, v, torch.tensor([3, SLOTS]), positions[:2], table, "cpu")
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2.0**-7)])
+@pytest.mark.parametrize("rank", [1, 5, 40])
+def test_left_factors_are_the_delta_projected(library, dtype: torch.dtype, tolerance: float, rank: int) -> None:
+    """In fp64 from rows of the formula above, by every build and by torch."""
+    k, v = buffers(dtype)
+    slots = torch.randperm(SLOTS, generator=torch.Generator().manual_seed(1))
+    consumer = slots[:ROWS], torch.arange(30, 30 + ROWS)
+    source = slots[ROWS : 2 * ROWS], torch.arange(7, 7 + ROWS)
+    right = [torch.linalg.qr(draw(40 + part, LAYERS, WIDTH, rank)).Q.mT.to(dtype) for part in range(2)]
+    want = []
+    for part, pool in enumerate((k, v)):
+        delta = torch.stack(pool)[:, consumer[0]].double() - torch.stack(pool)[:, source[0]].double()
+        if part == 0:
+            rows = [canonical_rows(k, v, *place, TABLE)[0].double() for place in (consumer, source)]
+            delta = (rows[0] - rows[1]).unflatten(2, (HEADS, DIM))
+        want.append(delta.flatten(2) @ right[part].double().mT)
+    for got in (
+        cpu_backend.left_factors(k, v, consumer, source, right, TABLE, library),
+        left_factors(k, v, consumer, source, right, TABLE, "cpu"),
+        left_factors(k, v, consumer, source, right, TABLE, "torch"),
+    ):
+        for mine, true in zip(got, want, strict=True):
+            assert mine.dtype is dtype and mine.shape == (LAYERS, ROWS, rank)
+            assert (mine.double() - true).abs().max() <= tolerance * true.abs().max()
+    v[1][slots[3], 0, 0] = math.nan
+    for backend in ("cpu", "torch"):
+        with pytest.raises(CorrectionError, match="NaN"):
+            left_factors(k, v, consumer, source, right, TABLE, backend)
+    with pytest.raises(IndexError, match="to 128: the pool ends before"):
+        left_factors(k, v, consumer, (torch.full((ROWS,), SLOTS), source[1]), right, TABLE, "cpu")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

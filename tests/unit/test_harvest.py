@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from kvcmas_sgl.radix_ext.harvest import SAMPLED_TOKENS, ErrorMeter, sample_offsets
+from kvcmas_sgl.radix_ext.harvest import SAMPLED_TOKENS, ErrorMeter, energies, sample_offsets
 
 
 @given(st.integers(1, 20_000))
@@ -31,10 +31,15 @@ def test_the_meter_is_the_gates_formula() -> None:
     for layer in range(4):
         for x, off in ((k, dk), (v, dv)):
             expected += float(off[layer].double().square().sum() / x[layer].double().square().sum()) / 2 / 4
-    meter = ErrorMeter()
-    meter.add((k[:1], v[:1]), (dk[:1], dv[:1]))
-    meter.add((k[1:], v[1:]), (dk[1:], dv[1:]))
+    true, off = energies(torch.stack([k, v])), energies(torch.stack([dk, dv]))
+    meter = ErrorMeter(torch.ones(30))
+    meter.add(true[:, :1], off[:, :1])
+    meter.add(true[:, 1:], off[:, 1:])
     assert meter.squared_error == pytest.approx(expected, rel=1e-5)
-    meter = ErrorMeter()
-    meter.add((k, v), (torch.zeros_like(k), torch.zeros_like(v)), torch.ones(30))
-    assert meter.squared_error == 0.0
+
+
+def test_a_row_counts_by_its_weight_and_a_computed_one_has_no_error() -> None:
+    true, off = torch.tensor([4.0, 2.0, 1.0]).expand(2, 1, 3), torch.tensor([1.0, 5.0, 0.5]).expand(2, 1, 3)
+    meter = ErrorMeter(torch.tensor([1.0, 1.0, 6.0]), torch.tensor([False, True, False]))
+    meter.add(true, off)
+    assert meter.squared_error == pytest.approx((1.0 + 6 * 0.5) / (4.0 + 2.0 + 6 * 1.0))

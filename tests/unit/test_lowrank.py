@@ -6,7 +6,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kvcmas_sgl.radix_ext.lowrank import compress, factor
+from kvcmas_sgl.radix_ext.finite import all_finite
+from kvcmas_sgl.radix_ext.lowrank import compress, factor, row_space
 
 
 def error(matrix: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
@@ -91,13 +92,30 @@ def test_compress_is_as_good_as_the_best_approximation(rank: int) -> None:
     assert (right @ right.mT - torch.eye(kept)).abs().max() < 1e-4
 
 
-def test_compress_of_many_rows_takes_its_subspace_from_some_of_them() -> None:
-    """4,000 rows of a decaying spectrum: within 5 % of the best approximation of all of them."""
-    u, v = torch.linalg.qr(draw(6, 4000, 48)).Q, torch.linalg.qr(draw(7, 48, 48)).Q
-    values = 1.0 / (1 + torch.arange(48))
-    matrix = (u * values) @ v.mT
-    best = values[16:].double().square().sum().sqrt()
-    assert error(matrix, *compress(matrix, 16)) <= best * 1.05
+def test_the_row_space_of_a_sample_fits_the_rows_that_it_stands_for() -> None:
+    """4,000 rows whose energy fades with the offset, of which every tenth of the far ones was seen."""
+    matrix = draw(6, 4000, 48) * torch.linspace(1, 0.02, 48) @ torch.linalg.qr(draw(7, 48, 48)).Q
+    matrix *= (1 / (1 + torch.arange(4000) / 50)).sqrt()[:, None]
+    at = torch.cat([torch.arange(400), torch.arange(404, 4000, 10)])
+    weight = torch.where(at < 400, 1.0, 10.0)
+    right = row_space(matrix[at], 16, weight)
+    values = torch.linalg.svdvals(matrix.double())
+    best = values[16:].square().sum().sqrt()
+    assert best * (1 - 1e-5) <= error(matrix, matrix @ right.mT, right) <= best * 1.05
+    # A row that counts three times is three rows.
+    few = draw(8, 30, 20)
+    counts = torch.arange(30) % 3 + 1
+    thrice = row_space(few.repeat_interleave(counts, 0), 5)
+    assert torch.allclose(row_space(few, 5, counts.float()).abs(), thrice.abs(), atol=1e-3)
+
+
+def test_the_row_space_has_no_more_directions_than_the_rows() -> None:
+    right = row_space(draw(9, 2, 100, 3) @ draw(10, 2, 3, 40), 8)
+    values = torch.linalg.svdvals(right)
+    assert right.shape == (2, 8, 40) and (values <= 1 + 1e-5).all() and (values[:, 2] >= 1 - 1e-4).all()
+    assert torch.equal(row_space(torch.zeros(2, 30, 12), 4), torch.zeros(2, 4, 12))
+    with pytest.raises(ValueError, match="NaN"):
+        row_space(torch.full((30, 12), 1e30), 4)
 
 
 def test_compress_takes_fewer_rows_than_its_rank() -> None:
@@ -107,3 +125,13 @@ def test_compress_takes_fewer_rows_than_its_rank() -> None:
     assert torch.equal(left @ right, torch.zeros(2, 30, 12))
     with pytest.raises(ValueError, match="NaN"):
         compress(torch.full((2, 4, 8), float("nan")), 2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+def test_one_bad_value_among_many_is_found(dtype: torch.dtype, bad: float) -> None:
+    values = draw(11, 7, 333).to(dtype)
+    values[0, 0] = torch.finfo(dtype).max
+    assert all_finite(values) and all_finite(values[:0])
+    values[3, 100] = bad
+    assert not all_finite(values)
