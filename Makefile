@@ -60,8 +60,8 @@ server: setup ## Tests over HTTP, on one server
 bench-attention: setup ## CPU attention backend against torch_native (reports/cpu_attention.json)
 	$(BIN)/python benchmarks/cpu_attention.py
 
-bench-kernels: setup ## Correction op against a plain copy; reuse and learning against the dense prefill (reports/kernels.json)
-	$(BIN)/python -m benchmarks.kernels --reports $(REPORTS)
+bench-kernels: setup ## Correction op against a plain copy, reuse and learning against dense (reports/kernels.json); QUICK=1
+	$(BIN)/python -m benchmarks.kernels --reports $(REPORTS) $(if $(QUICK),--quick)
 	$(BIN)/python -m benchmarks.reuse_path --reports $(REPORTS)
 
 bench-spans: setup ## Several spans a prompt, agents at once: throughput against stock SGLang (reports/spans.json)

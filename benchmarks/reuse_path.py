@@ -2,8 +2,9 @@
 
     python -m benchmarks.reuse_path
 
-One server, two agents. Both read some documents densely, from which the edge is learned. Then one reads fresh documents
-and the other reuses them. The server's own clocks say where the time went: finding and weighing sources (match),
+One server with the flags that it has by default, but for a budget that refuses nothing: the gate is not what is timed.
+Two agents read some documents densely, from which the edge is learned. Then one reads fresh documents and the other
+reuses them. The server's own clocks say where the time went: finding and weighing sources (match),
 correcting (place), and making the prompt a source (publish).
 """
 
@@ -23,12 +24,13 @@ import requests
 from tqdm import tqdm
 
 from benchmarks.span_workload import Agent, Span, TextSupply, make_agents
+from kvcmas_sgl.config import MAX_KL
 from kvcmas_sgl.demo.client import Client, agent_report
 from kvcmas_sgl.demo.prompts import PromptMaker
 from kvcmas_sgl.demo.roles import DOCUMENTS, load_documents
 from kvcmas_sgl.demo.servers import ServerError, ServerProcess, kvcmas_command
 from kvcmas_sgl.prepare_model import ModelError, default_model
-from kvcmas_sgl.wire import Policy, agent_hint
+from kvcmas_sgl.wire import Reuse, agent_hint
 
 PHASES = ("match", "place", "publish")
 
@@ -39,7 +41,7 @@ class Reading:
 
     agent: str
     document: int
-    policy: str
+    reuse: str
     corrected: int
     seconds: float
     learn_seconds: float
@@ -54,12 +56,12 @@ class Bench:
         self._client = Client(url)
         self._without = without
 
-    def read(self, agent: Agent, content: Span, document: int, policy: Policy) -> Reading:
+    def read(self, agent: Agent, content: Span, document: int, reuse: Reuse) -> Reading:
         """Read a document and wait until the server has learned from it."""
         prompt = agent.prompt((content,))
         before = self._state()
         begin = time.perf_counter()
-        hint = agent_hint(agent.name, prompt.spans, policy=policy)
+        hint = agent_hint(agent.name, prompt.spans, reuse=reuse)
         answer = self._client.answer(prompt.ids, 1, self._without, kv_hints=hint)
         seconds = time.perf_counter() - begin
         self._client.wait_until_learned()
@@ -70,7 +72,7 @@ class Bench:
 
         corrected = agent_report(answer.meta)["corrected_tokens"]
         phases = {name: 1e3 * spent(name) for name in PHASES}
-        return Reading(agent.name, document, policy, corrected, seconds, spent("learn"), phases)
+        return Reading(agent.name, document, reuse, corrected, seconds, spent("learn"), phases)
 
     def _state(self) -> Mapping[str, Any]:
         info = requests.get(f"{self._url}/server_info", timeout=60).json()
@@ -108,10 +110,9 @@ def measure(url: str, prompts: PromptMaker, options: argparse.Namespace) -> dict
         for number in range(options.learned + options.documents):
             content = supply.span(options.tokens)
             learning = number < options.learned
-            dense.append(bench.read(first, content, number, "learn"))
+            dense.append(bench.read(first, content, number, "never"))
             progress.update()
-            # The gate is not what is timed here.
-            reading = bench.read(second, content, number, "learn" if learning else "always")
+            reading = bench.read(second, content, number, "never" if learning else "auto")
             (learned if learning else reused).append(reading)
             progress.update()
     readings = [asdict(reading) for reading in (*dense, *learned, *reused)]
@@ -128,7 +129,7 @@ def main() -> int:
     parser.add_argument("--reports", type=Path, default=Path("reports"), help="folder for kernels.json and the log")
     options = parser.parse_args()
     model = str(default_model())
-    flags = ["--kvcmas-allow-overrides", "--max-total-tokens", "64000"]
+    flags = ["--kvcmas-max-kl", str(MAX_KL), "--max-total-tokens", "64000"]
     server = ServerProcess("our server", kvcmas_command(model, flags), options.reports / "reuse-path.log")
     try:
         with server:

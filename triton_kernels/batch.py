@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeVar
 
 from torch import Tensor
 
 from .delta import Delta
 from .rope import RotaryTable
+
+T = TypeVar("T")
 
 
 class CorrectionError(ArithmeticError):
@@ -65,3 +70,12 @@ class CorrectionPlan:
     backend: str
     rows: int
     slots: int
+
+
+def made_once(held: dict[int, T], plan: CorrectionPlan, make: Callable[[], T]) -> T:
+    """What ``make`` gives for ``plan``, from ``held``, where it stays as long as the plan lives."""
+    key = id(plan)
+    if key not in held:
+        held[key] = make()
+        weakref.finalize(plan, held.pop, key, None)
+    return held[key]

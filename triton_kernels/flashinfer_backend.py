@@ -8,7 +8,6 @@ written was rounded up to three times (moved key, delta, sum) where the other ba
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -17,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .batch import CorrectionError, CorrectionPlan, Group
+from .batch import CorrectionError, CorrectionPlan, Group, made_once
 from .delta import AffineDelta, LowRankDelta, fading
 
 # What flashinfer/page.cuh is compiled for.
@@ -82,11 +81,7 @@ class _Prepared:
 
 def prepare(plan: CorrectionPlan, device: torch.device, dtype: torch.dtype) -> _Prepared:
     """Tensors of ``plan`` for a pool of ``dtype``, built once. Raises TypeError on deltas of an unknown kind."""
-    key = id(plan)
-    if key not in _prepared:
-        _prepared[key] = _prepare(plan, device, dtype)
-        weakref.finalize(plan, _prepared.pop, key, None)
-    return _prepared[key]
+    return made_once(_prepared, plan, lambda: _prepare(plan, device, dtype))
 
 
 def run(plan: CorrectionPlan, k_buffers: Sequence[Tensor], v_buffers: Sequence[Tensor]) -> None:

@@ -6,14 +6,13 @@ nothing is timed while a request waits.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .batch import CorrectionError, CorrectionPlan
+from .batch import CorrectionError, CorrectionPlan, made_once
 from .triton_tables import Batch, batches, upload
 from .triton_tuning import Features, Shape, Tile, chosen
 
@@ -44,11 +43,7 @@ def unavailable(device: torch.device, dtype: torch.dtype) -> str | None:
 
 def prepare(plan: CorrectionPlan, device: torch.device) -> tuple[Batch, ...]:
     """Tables of ``plan`` on ``device``, built once. Raises TypeError on deltas of an unknown kind."""
-    key = id(plan)
-    if key not in _prepared:
-        _prepared[key] = batches(plan, device)
-        weakref.finalize(plan, _prepared.pop, key, None)
-    return _prepared[key]
+    return made_once(_prepared, plan, lambda: batches(plan, device))
 
 
 def run(plan: CorrectionPlan, k_buffers: Sequence[Tensor], v_buffers: Sequence[Tensor]) -> None:

@@ -8,9 +8,10 @@ sources and targets do not overlap. It drops what the compiler reports as spilli
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -61,6 +62,9 @@ def _options(warps: int, stages: int, registers: int | None) -> dict[str, int]:
     # AMD's compiler knows no such limit, and refuses the option.
     limit = {} if registers is None or torch.version.hip is not None else {"maxnreg": registers}
     return {"num_warps": warps, "num_stages": stages, **limit}
+
+
+C = TypeVar("C", Tile, Features)
 
 
 @dataclass(frozen=True)
@@ -129,11 +133,14 @@ def fits(kernel: Any, made: tuple[Any, ...], options: dict[str, int]) -> bool:
     return int(compiled.n_spills) == 0
 
 
-def tune(plan: CorrectionPlan, k_buffers: Sequence[Tensor], v_buffers: Sequence[Tensor]) -> dict[Shape, float]:
-    """Time all candidates on ``plan``, keep the best for each of its shapes; milliseconds of the best.
+def tune(
+    plan: CorrectionPlan, k_buffers: Sequence[Tensor], v_buffers: Sequence[Tensor], deadline: float = math.inf
+) -> dict[Shape, float]:
+    """Time the default and all candidates on ``plan``, keep the best for each of its shapes; milliseconds of the best.
 
-    Needs a GPU; takes seconds a shape, most of them in the compiler. Results stay in this process. Shapes for which no
-    candidate fits keep their default and are left out.
+    Needs a GPU; takes seconds a shape, most of them in the compiler. Results stay in this process. After ``deadline``
+    (`time.monotonic`) no other candidate is tried. Shapes for which nothing that was tried fits keep their default and
+    are left out.
     """
     from . import triton_backend, triton_source
 
@@ -141,18 +148,31 @@ def tune(plan: CorrectionPlan, k_buffers: Sequence[Tensor], v_buffers: Sequence[
     best: dict[Shape, float] = {}
     for batch in triton_backend.prepare(plan, k_buffers[0].device):
         shape = Shape.of(plan, batch, k_buffers[0].dtype)
-        _, features = default(shape)
-        launches = {t: triton_backend.correct_launch(plan, batch, k_buffers, v_buffers, failed, t) for t in TILES}
-        times = {t: _time(triton_source.correct, made, t.options()) for t, made in launches.items()}
-        tile, spent = min(times.items(), key=lambda item: item[1])
+        usual, features = default(shape)
+        tiles = {
+            t: triton_backend.correct_launch(plan, batch, k_buffers, v_buffers, failed, t)
+            for t in dict.fromkeys((usual, *TILES))
+        }
+        tile, spent = _fastest(triton_source.correct, tiles, deadline)
         if batch.maps is not None:
-            maps = {f: triton_backend.feature_launch(plan, batch, k_buffers, v_buffers, f) for f in FEATURES}
-            times_of_maps = {f: _time(triton_source.features, made, f.options()) for f, made in maps.items()}
-            features, more = min(times_of_maps.items(), key=lambda item: item[1])
+            maps = {
+                f: triton_backend.feature_launch(plan, batch, k_buffers, v_buffers, f)
+                for f in dict.fromkeys((features, *FEATURES))
+            }
+            features, more = _fastest(triton_source.features, maps, deadline)
             spent += more
         if math.isfinite(spent):
             _tuned[shape], best[shape] = (tile, features), spent
     return best
+
+
+def _fastest(kernel: Any, launches: Mapping[C, tuple[Any, ...]], deadline: float) -> tuple[C, float]:
+    """The fastest configuration of those that were tried in time, the first one at least, and its milliseconds."""
+    times: dict[C, float] = {}
+    for configuration, made in launches.items():
+        if not times or time.monotonic() < deadline:
+            times[configuration] = _time(kernel, made, configuration.options())
+    return min(times.items(), key=lambda item: item[1])
 
 
 def _time(kernel: Any, made: tuple[Any, ...], options: dict[str, int]) -> float:
@@ -163,6 +183,11 @@ def _time(kernel: Any, made: tuple[Any, ...], options: dict[str, int]) -> float:
         return math.inf
     grid, arguments, constants = made
     return float(do_bench(lambda: kernel[grid](*arguments, **constants, **options), warmup=5, rep=20))
+
+
+def use(found: Mapping[Shape, tuple[Tile, Features]]) -> None:
+    """Take over what ``tune`` chose in another process."""
+    _tuned.update(found)
 
 
 def tuned() -> dict[Shape, tuple[Tile, Features]]:

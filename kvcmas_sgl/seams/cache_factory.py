@@ -25,7 +25,7 @@ def create(ctx: Any) -> Any:
     hooks.check_complete()
     config = published_config() or KvcmasConfig()
     pool = ctx.params.token_to_kv_pool_allocator.get_kvcache()
-    view = _view(pool, rotary_table(ctx.tp_worker.model_runner.model), config.backend)
+    view = _view(pool, rotary_table(ctx.tp_worker.model_runner.model), config)
     ctx.params.component_registry_override = {ComponentType.FULL: DeltaFullComponent}
     cache = create_unified_radix_cache(ctx, cache_class=functools.partial(DeltaRadixCache, config=config, view=view))
     ctx.tp_worker.model_runner.kvcmas_cache = cache
@@ -43,20 +43,27 @@ def create(ctx: Any) -> Any:
     return cache
 
 
-def _view(pool: Any, table: Any, backend: str) -> Any:
-    """The pool with the backend that was chosen for it; kernels are compiled and checked now, not in a request.
+def _view(pool: Any, table: Any, config: KvcmasConfig) -> Any:
+    """The pool with the backend that was chosen for it; kernels are compiled, checked and (on a GPU that no server has
+    met before) tuned now, not in a request.
 
     Raises `UnsupportedSetupError` when the operator's choice cannot be used.
     """
+    import torch
+
     from kvcmas_sgl.radix_ext.kv_view import KVView
     from kvcmas_sgl.support import UnsupportedSetupError
-    from kvcmas_sgl.triton_kernels import backend_for
+    from kvcmas_sgl.triton_kernels import backend_for, triton_start
 
     first = pool.k_buffer[0]
     try:
-        name = backend_for(first.device, first.dtype, first.shape[1], first.shape[2], backend)
+        name = backend_for(first.device, first.dtype, first.shape[1], first.shape[2], config.backend)
     except ValueError as error:
-        raise UnsupportedSetupError(f"--kvcmas-backend is {backend!r}, but {error}.") from error
+        raise UnsupportedSetupError(f"--kvcmas-backend is {config.backend!r}, but {error}.") from error
+    if name == "triton":
+        gpu = torch.cuda.get_device_name(first.device)
+        # No request has been served yet, so every slot is free.
+        triton_start.tune_pool(pool.k_buffer, pool.v_buffer, table, own_rank=config.own_rank, rank=config.rank, gpu=gpu)
     return KVView(pool.k_buffer, pool.v_buffer, table, name)
 
 

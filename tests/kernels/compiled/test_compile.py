@@ -5,12 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import triton.testing
-from kvcmas_sgl.triton_kernels import LowRankDelta, triton_backend, triton_source, triton_tuning
+from kvcmas_sgl.triton_kernels import LowRankDelta, triton_backend, triton_source, triton_start, triton_tuning
 from kvcmas_sgl.triton_kernels.triton_tuning import Features, Shape, Tile, default, fits
 from triton.compiler.compiler import max_shared_mem
 from triton.runtime import driver
@@ -166,8 +167,9 @@ def test_the_tuner_drops_what_needs_more_shared_memory() -> None:
 
 def test_tuning_keeps_the_fastest_that_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     slow, fast, spilling = Tile(16, 4, 32, 4, 1), Tile(16, 2, 32, 4, 1), Tile(64, 4, 32, 4, 1)
-    # Nothing can be timed here: the times of the two that are left, in the order of the candidates.
-    times = iter([3.0, 2.0])
+    # Nothing can be timed here: the times of those that fit, the default first.
+    assert slow == default(Shape(torch.bfloat16, 128, 8, "measured", 32))[0]
+    times = iter([3.0, 2.0, 4.0])
     monkeypatch.setattr(triton.testing, "do_bench", lambda *_, **options: next(times))
     monkeypatch.setattr(triton_tuning, "TILES", (slow, fast, spilling))
     monkeypatch.setattr(triton_tuning, "_tuned", {})
@@ -178,7 +180,59 @@ def test_tuning_keeps_the_fastest_that_fits(monkeypatch: pytest.MonkeyPatch) -> 
     assert best[shape] == 2.0
     assert triton_tuning.chosen(shape)[0] == fast and triton_tuning.tuned() == {shape: triton_tuning.chosen(shape)}
     monkeypatch.setattr(triton_tuning, "TILES", (spilling,))
+    assert triton_tuning.tune(plan, *LLAMA.pool(1)) == {shape: 4.0}
+    assert triton_tuning.chosen(shape)[0] == slow
+    loading(0)
     assert triton_tuning.tune(plan, *LLAMA.pool(1)) == {}
+
+
+def test_a_start_tunes_once_and_in_time(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The first start on a GPU measures; the next one reads; another GPU is another file."""
+    fast = Tile(16, 1, 32, 4, 1)
+    monkeypatch.setattr(triton_tuning, "TILES", (fast,))
+    monkeypatch.setattr(triton_tuning, "FEATURES", (Features(32, 32, 4, 1),))
+    monkeypatch.setattr(triton_tuning, "_tuned", {})
+    loading(SHARED["sm_90"])
+    triton_source.features.device_caches.clear()
+    timed: list[float] = []
+
+    def do_bench(*_: object, **options: object) -> float:
+        timed.append(10.0 - len(timed))
+        return timed[-1]
+
+    monkeypatch.setattr(triton.testing, "do_bench", do_bench)
+    start = {"own_rank": 32, "rank": 16, "folder": tmp_path}
+    triton_start.tune_pool(*LLAMA.pool(1), LLAMA.table(), gpu="one", **start)
+    kinds = {shape.delta: shape for shape in triton_tuning.tuned()}
+    # The default and one candidate for each kind, and for the features of a predicted delta; later ones are faster.
+    assert kinds.keys() == {"none", "measured", "predicted"} and len(timed) == 8
+    assert {triton_tuning.chosen(shape)[0] for shape in kinds.values()} == {fast}
+    assert triton_tuning.chosen(kinds["predicted"])[1] == Features(32, 32, 4, 1)
+    found = triton_tuning.tuned()
+    triton_tuning._tuned.clear()
+    triton_start.tune_pool(*LLAMA.pool(1), LLAMA.table(), gpu="one", **start)
+    assert triton_tuning.tuned() == found and len(timed) == 8
+    # No time at all: the default is what was tried.
+    triton_tuning._tuned.clear()
+    triton_start.tune_pool(*LLAMA.pool(1), LLAMA.table(), gpu="other", seconds=0.0, **start)
+    assert len(timed) == 12 and all(triton_tuning.chosen(shape) == default(shape) for shape in kinds.values())
+    (broken, _) = sorted(tmp_path.iterdir())
+    broken.write_text("[1]")
+    assert triton_start._load(broken) == {}
+
+
+def test_a_start_goes_on_with_the_defaults_when_tuning_fails(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(*_: object, **options: object) -> float:
+        raise RuntimeError("no such instruction")
+
+    monkeypatch.setattr(triton.testing, "do_bench", broken)
+    monkeypatch.setattr(triton_tuning, "_tuned", {})
+    loading(SHARED["sm_90"])
+    triton_start.tune_pool(*LLAMA.pool(1), LLAMA.table(), own_rank=0, rank=16, gpu="one", folder=tmp_path)
+    assert triton_tuning.tuned() == {} and not list(tmp_path.iterdir())
+    assert "block sizes for one could not be tuned" in caplog.text
 
 
 def test_tuned_configurations_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
