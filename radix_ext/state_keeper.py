@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from kvcmas_sgl.radix_ext import state_file
 from kvcmas_sgl.radix_ext.learner import Learner
-from kvcmas_sgl.radix_ext.state_file import FILE_NAME, State, StateError
+from kvcmas_sgl.radix_ext.state_file import FILE_NAME, State
 from kvcmas_sgl.radix_ext.statistics import Statistics
 
 logger = logging.getLogger(__name__)
@@ -86,7 +86,8 @@ class StateKeeper:
             saved, parts = state_file.read(self.path, self._device)
             state_file.check_fingerprint(self.path, saved, self._fingerprint)
             self._learner.load(parts)
-        except StateError as error:
+        except Exception as error:
+            self._learner.clear()
             self._refused = True
             self._statistics.state_refused += 1
             logger.warning("kvcmas: the server starts without learned state: %s", error)
@@ -101,15 +102,11 @@ class StateKeeper:
         if self._writing is None and self._clock() >= self._due:
             self._start()
 
-    def weights_changed(self) -> None:
-        """The model is another one from now on: forget what was learned, and save nothing more.
-
-        The file stays: it is of the weights that the next start loads.
-        """
+    def stop(self) -> None:
+        """The weights change: nothing more is saved. The file stays, it is of those that the next start loads."""
         if not self._stopped:
-            logger.warning("kvcmas: the weights change: learned state is dropped, and no more of it is saved.")
+            logger.warning("kvcmas: the weights change: what is learned from now on is not saved.")
         self._stopped = True
-        self._learner.clear()
 
     def close(self) -> None:
         """Before the process ends: save what has changed, and wait for it."""

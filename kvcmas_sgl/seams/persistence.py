@@ -94,10 +94,14 @@ def _leave_on(number: int, scheduler: Any, signals: list[int]) -> None:
 
 
 def before_weight_update(updater: Any, *args: Any, **kwargs: Any) -> None:
-    """Before what changes weights in ``SchedulerWeightUpdaterManager``."""
-    keeper = getattr(updater.scheduler.tree_cache, "keeper", None)
-    if keeper is not None:
-        keeper.weights_changed()
+    """Before what changes weights in ``SchedulerWeightUpdaterManager``: what was learned is of the old ones."""
+    from kvcmas_sgl.radix_ext.cache import DeltaRadixCache
+
+    cache = updater.scheduler.tree_cache
+    if isinstance(cache, DeltaRadixCache):
+        cache.learner.clear()
+        if cache.keeper is not None:
+            cache.keeper.stop()
 
 
 def around_engine_shutdown(original: Callable[[Any], None], engine: Any) -> None:

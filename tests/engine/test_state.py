@@ -61,7 +61,7 @@ def test_the_first_workflow_after_a_restart_is_corrected_within_the_budget(
 
         # Other weights: what was learned is dropped, and not saved in their name.
         saved = file.read_bytes()
-        assert engine.update_weights_from_disk(str(default_model()))["success"]
+        assert engine.update_weights_from_disk(str(default_model()))[0]
         assert state(engine)["edges"] == {"affine": 0}
         read(engine, PLANNER, 5)
         read(engine, CRITIC, 5)
