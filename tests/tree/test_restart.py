@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
+from kvcmas_sgl.radix_ext import state_file
+from kvcmas_sgl.radix_ext.state_file import FILE_NAME
 from kvcmas_sgl.radix_ext.state_keeper import StateKeeper
 
 from tests.tree.harness import CRITIC, PLANNER, Tree, document, learned
@@ -12,14 +14,15 @@ from tests.tree.harness import CRITIC, PLANNER, Tree, document, learned
 N = 48
 
 
-def keeper(tree: Tree, folder: Path) -> StateKeeper:
-    return StateKeeper(folder, {"model": "formula"}, tree.cache.learner, tree.cache.statistics)
+FINGERPRINT = {"weights": "formula"}
 
 
 def restarted(tree: Tree, folder: Path, **settings: object) -> Tree:
-    keeper(tree, folder).close()
+    """A new cache that was given what a tree has learned."""
+    state_file.write(folder / FILE_NAME, FINGERPRINT, tree.cache.learner.state())
     later = Tree(**settings)
-    keeper(later, folder).restore()
+    StateKeeper(folder, FINGERPRINT, later.cache.learner, later.cache.statistics).restore()
+    assert later.cache.statistics.state_refused == 0
     return later
 
 
