@@ -151,7 +151,7 @@ class StateKeeper:
         """In the writer's thread; returns the seconds that it took."""
         started = time.perf_counter()
         if self._refused and self.path.exists():
-            # It may be another server's: keep it, once.
+            # It may be another server's: the last one is kept.
             os.replace(self.path, self.path.with_suffix(".refused"))
         self._refused = False
         state_file.write(self.path, self._fingerprint, parts)
