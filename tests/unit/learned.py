@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from kvcmas_sgl.radix_ext import state_file
 from kvcmas_sgl.radix_ext.agent_prefixes import AgentPrefixes
 from kvcmas_sgl.radix_ext.delta_store import DeltaStore
 from kvcmas_sgl.radix_ext.estimators import Edge, LastingEstimator, Observation, make_estimator
@@ -101,7 +102,5 @@ class Pupil:
         return not known and not self.prefixes.scopes() and self.learner.state_bytes == 0
 
     def write(self, path: Path) -> Path:
-        from kvcmas_sgl.radix_ext import state_file
-
         state_file.write(path, own_fingerprint(self.estimators), self.learner.state())
         return path

@@ -13,7 +13,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kvcmas_sgl.radix_ext import state_file
+from kvcmas_sgl.radix_ext.fingerprint import rope_digest
 from kvcmas_sgl.radix_ext.state_file import FILE_NAME, State, StateError
+from safetensors.torch import save_file
 
 from tests.unit.learned import OPEN, TENANT, Pupil, own_fingerprint, table
 
@@ -78,8 +80,6 @@ def test_a_flipped_bit_or_a_lost_end_is_noticed(saved: Path, data: st.DataObject
 
 
 def test_what_is_no_state_file_is_refused(tmp_path: Path) -> None:
-    from safetensors.torch import save_file
-
     with pytest.raises(StateError, match="does not exist"):
         state_file.read(tmp_path / FILE_NAME)
     save_file({"weight": torch.zeros(2)}, tmp_path / "model.safetensors")
@@ -120,8 +120,6 @@ def test_another_rank_of_the_estimator_is_another_fingerprint() -> None:
 
 
 def test_the_rope_digest_sees_each_value_and_the_pairing() -> None:
-    from kvcmas_sgl.radix_ext.fingerprint import rope_digest
-
     known = table()
     bumped = known.sin.clone()
     bumped[-1, -1] += 1e-3
