@@ -18,7 +18,7 @@ N, BUDGET = 600, 0.1
 def start(folder: Path) -> Any:
     import sglang as sgl
 
-    settings = kvcmas_sgl.engine_args(state_dir=str(folder), max_kl=BUDGET)
+    settings = kvcmas_sgl.engine_args(state_dir=str(folder), max_kl=BUDGET, check_share=0.0)
     return sgl.Engine(model_path=str(default_model()), **COMMON, **settings)
 
 
