@@ -55,6 +55,8 @@ class KvcmasConfig:
         holds. Requests on edges with few held-out pairs are always checked; 0 checks none.
     state_bytes
         Byte budget for deltas and estimator state together.
+    state_dir
+        Folder that keeps what was learned across restarts; None keeps nothing.
     log_decisions
         Which per-request decisions go to the log: ``off``, ``refused`` or ``all``.
     backend
@@ -73,6 +75,7 @@ class KvcmasConfig:
     max_kl: float = 0.02
     check_share: float = 0.05
     state_bytes: int = 1 << 30
+    state_dir: str | None = None
     log_decisions: LogDecisions = "off"
     backend: Backend = "auto"
     allow_overrides: bool = False
@@ -101,6 +104,8 @@ class KvcmasConfig:
             number = isinstance(value, (int, float)) and not isinstance(value, bool)
             if not number or not 0 <= value <= most:
                 raise ConfigError(f"{_flag(name)} is {value!r}, but must be a number from 0 to {most}{unit}.")
+        if self.state_dir is not None and (not isinstance(self.state_dir, str) or not self.state_dir):
+            raise ConfigError(f"{_flag('state_dir')} is {self.state_dir!r}, but must be the path of a folder.")
         for name in ("auto", "allow_overrides"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{_flag(name)} is {getattr(self, name)!r}, but must be true or false.")
@@ -157,6 +162,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add("max_kl", "Quality budget: largest predicted KL of a reused span, nats.", type=float)
     add("check_share", "Share of reused requests that are computed densely in idle time, as a check.", type=float)
     add("state_bytes", "Budget for deltas and estimator state, bytes.", type=int)
+    add("state_dir", "Folder that keeps what was learned across restarts.", metavar="DIR")
     add("log_decisions", "Which decisions are logged.", choices=get_args(LogDecisions))
     add("backend", "What runs corrections; auto: the fastest that works.", choices=get_args(Backend))
     group.add_argument(

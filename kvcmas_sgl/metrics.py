@@ -9,6 +9,7 @@ name                               labels   meaning
 ``kvcmas:predicted_kl``            --       histogram of the predicted KL of prompts with corrected KV, nats
 ``kvcmas:fallbacks_total``         --       internal failures that ended in a dense prefill
 ``kvcmas:state_bytes``             part     bytes held: ``own_deltas``, ``estimators``
+``kvcmas:state_saves_total``       outcome  attempts to save learned state: ``saved``, ``failed``
 =================================  =======  =====================================================
 
 Labels take values from closed lists only: a client cannot grow their number.
@@ -38,7 +39,9 @@ def export(cache: DeltaRadixCache) -> None:
     )
     fallbacks = Counter("kvcmas:fallbacks", "Internal failures that ended in a dense prefill.")
     state = Gauge("kvcmas:state_bytes", "Bytes held.", ["part"], multiprocess_mode="mostrecent")
+    saves = Counter("kvcmas:state_saves", "Attempts to save learned state.", ["outcome"])
     counted = 0
+    attempts = {"saved": 0, "failed": 0}
 
     def on_report(report: Report) -> None:
         nonlocal counted
@@ -54,5 +57,10 @@ def export(cache: DeltaRadixCache) -> None:
         counted = cache.statistics.fallbacks
         state.labels("own_deltas").set(cache.deltas.nbytes)
         state.labels("estimators").set(cache.learner.state_bytes - cache.deltas.nbytes)
+
+        held = cache.statistics
+        for outcome, total in (("saved", held.state_saves), ("failed", held.state_failures)):
+            saves.labels(outcome).inc(total - attempts[outcome])
+            attempts[outcome] = total
 
     cache.statistics.listeners.append(on_report)

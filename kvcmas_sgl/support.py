@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tempfile
+from pathlib import Path
 from typing import Any
 
 # Field of SGLang's resolved arguments, whether its value is fine, the flag, and what is supported.
@@ -41,6 +43,25 @@ def check_arguments(arguments: Any) -> None:
         value = getattr(arguments, field)
         if value not in allowed:
             raise UnsupportedSetupError(f"{flag} is {value!r}, which --enable-kvcmas does not allow: {why}.")
+
+
+def check_state_dir(folder: str | None, arguments: Any) -> None:
+    """Raise `UnsupportedSetupError` unless learned state can be kept in ``folder``; makes it if it is not there."""
+    if folder is None:
+        return
+    if arguments.enable_lora:
+        raise UnsupportedSetupError(
+            f"--kvcmas-state-dir is {folder!r}, which --enable-lora does not allow: an adapter's name does not tell "
+            "after a restart what it was trained on."
+        )
+    try:
+        Path(folder).mkdir(mode=0o700, parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise UnsupportedSetupError(
+            f"--kvcmas-state-dir is {folder!r}, but that folder cannot be written to: {error.strerror}."
+        ) from error
 
 
 def check_model(model: Any) -> None:

@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+from kvcmas_sgl.radix_ext.agent_prefixes import AgentPrefixes
 from kvcmas_sgl.radix_ext.audit import Auditor
 from kvcmas_sgl.radix_ext.checks import Checker, Held
 from kvcmas_sgl.radix_ext.decision import Reason
@@ -36,6 +37,7 @@ from kvcmas_sgl.radix_ext.publisher import Publisher
 from kvcmas_sgl.radix_ext.request import AgentRequest
 from kvcmas_sgl.radix_ext.sources import SourceIndex
 from kvcmas_sgl.radix_ext.span_tree import SpanTree
+from kvcmas_sgl.radix_ext.state_keeper import StateKeeper
 from kvcmas_sgl.radix_ext.statistics import Statistics
 from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams, MatchResult
 from sglang.srt.mem_cache.unified_cache.components import ComponentType
@@ -68,6 +70,7 @@ class DeltaRadixCache(UnifiedRadixCache):
         self.config = config
         self.view = view
         self.sources = SourceIndex(config.min_span)
+        self.prefixes = AgentPrefixes()
         self.gate = Gate()
         self.statistics = Statistics()
         self.admitted: dict[str, Req] = {}
@@ -87,7 +90,7 @@ class DeltaRadixCache(UnifiedRadixCache):
             self.gate,
             self.spans.own_rows,
             self.spans.resident,
-            self.sources.agent_prefix,
+            self.prefixes.find,
             min_span=config.min_span,
         )
         harvester = Harvester(
@@ -99,7 +102,9 @@ class DeltaRadixCache(UnifiedRadixCache):
             slots_of=self.spans.slots,
             attach=self.spans.attach,
         )
-        self.learner = Learner(self.estimators, self.gate, self.deltas, self.statistics, config.state_bytes)
+        self.learner = Learner(
+            self.estimators, self.gate, self.prefixes, self.deltas, self.statistics, config.state_bytes
+        )
         auditor = Auditor(
             view,
             predict=lambda base, consumer: self.planner.predicted(base, consumer.agent),
@@ -125,6 +130,7 @@ class DeltaRadixCache(UnifiedRadixCache):
         self.lessons = Lessons(harvester, auditor, checker, self.learner, self.statistics, self.spans.path)
         self._placer = Placer(view, self.planner, self.spans.slots, self.statistics)
         self._publisher = Publisher(self)
+        self.keeper: StateKeeper | None = None
 
     def reset(self) -> None:
         # The base class resets once while it is built.
@@ -186,7 +192,7 @@ class DeltaRadixCache(UnifiedRadixCache):
         ]
         prefix, first_stop = None, 0
         if request.auto and matches:
-            prefix = self.sources.agent_prefix(request.scope, request.prompt, matches[0].start)
+            prefix = self.prefixes.find(request.scope, request.prompt, matches[0].start)
             first_stop = prefix[0] + self.config.min_span
         request.found(matches, self.sources.version, prefix, first_stop)
 

@@ -20,6 +20,7 @@ from collections import OrderedDict, deque
 from dataclasses import dataclass
 
 from kvcmas_sgl.radix_ext.estimators import Edge
+from kvcmas_sgl.radix_ext.state_file import State, StateError, count, number
 
 KL_PER_SQUARED_ERROR = 3.0
 """KL (nats) per squared relative KV error of an edge that was never audited: the most seen. Measured on SmolLM2-135M:
@@ -78,6 +79,10 @@ class Gate:
         while len(self._pairs) > MAX_EDGES:
             self._pairs.popitem(last=False)
 
+    def edges(self) -> set[Edge]:
+        """Edges with pairs, under any estimator."""
+        return {edge for edge, _ in self._pairs}
+
     def pairs(self, edge: Edge, estimator: str) -> int:
         """Number of held-out pairs kept for an edge."""
         return len(self._pairs.get((edge, estimator), ()))
@@ -123,3 +128,23 @@ class Gate:
 
     def clear(self) -> None:
         self._pairs.clear()
+
+    def state(self) -> State:
+        """All pairs, the least recently recorded edges first."""
+        rows = [
+            [edge.as_list(), estimator, [[pair.q, pair.tokens, pair.kl] for pair in pairs]]
+            for (edge, estimator), pairs in self._pairs.items()
+        ]
+        return State({}, rows)
+
+    def load(self, state: State) -> None:
+        """Hold the pairs of ``state`` in place of its own. Raises `StateError`, and then nothing changes."""
+        loaded: OrderedDict[tuple[Edge, str], deque[HeldOut]] = OrderedDict()
+        for names, estimator, rows in state.data:
+            if not isinstance(estimator, str):
+                raise StateError(f"{estimator!r} stands where an estimator's name must be")
+            pairs = (
+                HeldOut(number(q, 0.0), count(tokens, 1), None if kl is None else number(kl)) for q, tokens, kl in rows
+            )
+            loaded[Edge.from_list(names), estimator] = deque(pairs, MAX_PAIRS)
+        self._pairs = loaded

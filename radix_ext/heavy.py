@@ -29,6 +29,9 @@ STRIDE = 3
 SHARE = 1 / 32
 FEWEST, MOST = 8, 32
 
+DEFINITION = f"{SHARE:.5f} of the tokens, {FEWEST} to {MOST}, by layers {STRIDE} apart"
+"""Which tokens they are: what was measured with others of them computed says nothing of these."""
+
 
 def score_steps(view: KVView, slots: Tensor, start: int, sink: int, scores: np.ndarray) -> Iterator[None]:
     """Add to ``scores``, fp32 [n], how far the keys of a span point where the sink's does; one step a layer.

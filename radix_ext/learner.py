@@ -10,9 +10,11 @@ from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass
 
 import torch
+from kvcmas_sgl.radix_ext.agent_prefixes import AgentPrefixes
 from kvcmas_sgl.radix_ext.delta_store import DeltaStore
-from kvcmas_sgl.radix_ext.estimators import Estimator
+from kvcmas_sgl.radix_ext.estimators import LastingEstimator
 from kvcmas_sgl.radix_ext.gate import Gate
+from kvcmas_sgl.radix_ext.state_file import Lasting, State, StateError
 from kvcmas_sgl.radix_ext.statistics import Statistics
 
 logger = logging.getLogger(__name__)
@@ -47,18 +49,23 @@ class Learner:
 
     def __init__(
         self,
-        estimators: Mapping[str, Estimator],
+        estimators: Mapping[str, LastingEstimator],
         gate: Gate,
+        prefixes: AgentPrefixes,
         deltas: DeltaStore,
         statistics: Statistics,
         state_bytes: int,
     ) -> None:
         self._estimators = estimators
         self._gate = gate
+        self._prefixes = prefixes
+        self._lasting: dict[str, Lasting] = {"gate": gate, "prefixes": prefixes, **estimators}
         self._deltas = deltas
         self._statistics = statistics
         self._budget = state_bytes
         self._jobs: deque[_Job] = deque()
+        self.version = 0
+        """Changes with what was learned."""
 
     def __len__(self) -> int:
         """Jobs that are waiting or under way."""
@@ -111,6 +118,7 @@ class Learner:
             if done:
                 self._keep_budget()
                 self._jobs.popleft()
+                self.version += 1
         except Exception:
             self._jobs.popleft()
             self._statistics.fallbacks += 1
@@ -140,10 +148,32 @@ class Learner:
         """Forget everything that was learned."""
         self.stop()
         self._gate.clear()
+        self._prefixes.clear()
         self._deltas.clear()
         for estimator in self._estimators.values():
             for namespace in {edge.namespace for edge in estimator.edges()}:
                 estimator.drop_namespace(namespace)
+        self.version += 1
+
+    def state(self) -> dict[str, State]:
+        """What outlives the process, by part. Own deltas are none of it: they belong to resident KV.
+
+        A span that is half learned is in it for some layers and not for others, which are solved apart.
+        """
+        return {name: part.state() for name, part in self._lasting.items()}
+
+    def load(self, parts: Mapping[str, State]) -> None:
+        """Take over `state` of another process, inside the byte budget. Raises `StateError`, and then holds nothing."""
+        for name, part in self._lasting.items():
+            try:
+                part.load(parts[name])
+            except StateError as error:
+                self.clear()
+                raise StateError(f"the state of {name!r} does not fit: {error}.") from error
+            except (KeyError, TypeError, ValueError) as error:
+                self.clear()
+                raise StateError(f"the state of {name!r} cannot be read: {error!r}.") from error
+        self._keep_budget()
 
     def _keep_budget(self) -> None:
         # Own deltas go first: each serves one content, an edge serves all.

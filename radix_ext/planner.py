@@ -57,7 +57,7 @@ class Planner:
     resident
         Whether a source's node still is in the tree.
     agent_prefix
-        Names the agent of a prompt that was found by content (`SourceIndex.agent_prefix`).
+        Names the agent of a prompt that was found by content (`AgentPrefixes.find`).
     min_span
         Shortest span, tokens.
     """

@@ -27,9 +27,6 @@ MAX_TOKENS = 1 << 22
 NEARLY = 0.9
 """Share of the longest stretch that another content must cover to be a source of it too."""
 
-MAX_PREFIXES = 1024
-"""Agent prefixes that automatic mode remembers."""
-
 _sequence = itertools.count()
 
 
@@ -160,6 +157,11 @@ def digest(*parts: bytes) -> str:
     return hasher.hexdigest()
 
 
+def scope_digest(extra_key: str | None = None, cache_salt: str | None = None) -> str:
+    """Name of a scope: what a client's ``extra_key`` and ``cache_salt`` isolate. The same in every process."""
+    return digest((extra_key or "").encode(), (cache_salt or "").encode())
+
+
 def as_tokens(ids: array[int]) -> Tokens:
     """SGLang's token array (``array('q')``) as int64 [n], without a copy."""
     return np.frombuffer(ids, dtype=np.int64) if len(ids) else np.empty(0, np.int64)
@@ -187,7 +189,6 @@ class SourceIndex:
         self._contents: OrderedDict[tuple[str, str], Content] = OrderedDict()
         self._tables: dict[str, BlockTable[Content]] = {}
         self._by_node: dict[int, list[Source]] = {}
-        self._prefixes: OrderedDict[tuple[str, int, str], None] = OrderedDict()
         self.tokens = 0
         self.version = 0
         """Changes whenever `find` may answer differently."""
@@ -264,27 +265,6 @@ class SourceIndex:
             matches.append(_share(found))
         return matches
 
-    def agent_prefix(self, scope: str, tokens: Tokens, first: int | None) -> tuple[int, str]:
-        """Length and digest of a prompt's agent prefix, when the first content that it shares starts at ``first``.
-
-        It is the longest known prefix that ends no later; what stands between is text that nobody else was seen with.
-        Without any, the prompt up to ``first`` becomes a known one. None: no shared content is known.
-        """
-        register, first = first is not None, len(tokens) if first is None else first
-        lengths = sorted({n for known, n, _ in self._prefixes if known == scope and n <= first}, reverse=True)
-        for length in lengths:
-            name = token_digest(tokens[:length])
-            if (scope, length, name) in self._prefixes:
-                self._prefixes.move_to_end((scope, length, name))
-                return length, name
-        name = token_digest(tokens[:first])
-        if not register:
-            return first, name
-        self._prefixes[scope, first, name] = None
-        if len(self._prefixes) > MAX_PREFIXES:
-            self._prefixes.popitem(last=False)
-        return first, name
-
     def node_gone(self, node: int) -> None:
         """Drop every source that ends at a node which left the tree."""
         for source in list(self._by_node.get(node, ())):
@@ -294,7 +274,6 @@ class SourceIndex:
         self._contents.clear()
         self._tables.clear()
         self._by_node.clear()
-        self._prefixes.clear()
         self.tokens = 0
         self.version += 1
 

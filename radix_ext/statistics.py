@@ -29,6 +29,9 @@ class Statistics:
     checks_over_budget: int = 0
     checked_kl: float = 0.0
     jobs_dropped: int = 0
+    state_saves: int = 0
+    state_failures: int = 0
+    state_refused: int = 0
     match_seconds: float = 0.0
     place_seconds: float = 0.0
     publish_seconds: float = 0.0

@@ -15,7 +15,7 @@ from kvcmas_sgl.config import (
     published_config,
 )
 from kvcmas_sgl.seams import hooks
-from kvcmas_sgl.support import UnsupportedSetupError, check_arguments, check_model
+from kvcmas_sgl.support import UnsupportedSetupError, check_arguments, check_model, check_state_dir
 
 _on_command_line = False
 
@@ -42,8 +42,8 @@ def after_check_server_args(result: None, server_args: Any) -> None:
     arguments = resolving_view(server_args)
     if arguments.radix_cache_backend != RADIX_CACHE_BACKEND:
         return
-    if published_config() is None:
-        KvcmasConfig().publish()
+    config = published_config() or KvcmasConfig()
+    config.publish()
     # Settings may have been published after this process loaded its plugins.
     hooks.extend_server()
     hooks.check_complete()
@@ -51,6 +51,7 @@ def after_check_server_args(result: None, server_args: Any) -> None:
     os.environ.setdefault("SGLANG_FLASHINFER_USE_PAGED", "1")
     try:
         check_arguments(arguments)
+        check_state_dir(config.state_dir, arguments)
         from sglang.srt.configs.model_config import ModelConfig
 
         check_model(ModelConfig.from_server_args(server_args))

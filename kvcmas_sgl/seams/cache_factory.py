@@ -19,7 +19,7 @@ def create(ctx: Any) -> Any:
     from kvcmas_sgl import metrics
     from kvcmas_sgl.radix_ext.cache import DeltaRadixCache
     from kvcmas_sgl.radix_ext.node_marks import DeltaFullComponent
-    from kvcmas_sgl.seams import hooks
+    from kvcmas_sgl.seams import hooks, persistence
 
     hooks.extend_server()
     hooks.check_complete()
@@ -31,6 +31,7 @@ def create(ctx: Any) -> Any:
     ctx.tp_worker.model_runner.kvcmas_cache = cache
     if ctx.params.enable_metrics:
         metrics.export(cache)
+    persistence.restore(cache, ctx.tp_worker.model_runner.model)
     logger.info(
         "kvcmas is active: %s; layers=%d kv_heads=%d head_dim=%d dtype=%s corrections=%s",
         config.summary(),

@@ -14,6 +14,7 @@ _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
 _STREAMER = "sglang.srt.managers.scheduler_components.output_streamer.SchedulerOutputStreamer"
 _ADDER = "sglang.srt.managers.schedule_policy.PrefillAdder"
 _RUNNER = "sglang.srt.model_executor.model_runner.ModelRunner"
+_WEIGHTS = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
 _TOKENIZER = "sglang.srt.managers.tokenizer_manager.TokenizerManager"
 _OPENAI = "sglang.srt.entrypoints.openai"
 
@@ -34,7 +35,7 @@ def register(target: str, hook: Callable[..., Any], kind: HookType) -> None:
 
 def extend_server() -> None:
     """Register and apply what a server with kvcmas needs; idempotent."""
-    from kvcmas_sgl.seams import admission, forward, openai, scheduler, tokenizer
+    from kvcmas_sgl.seams import admission, forward, openai, persistence, scheduler, tokenizer
 
     register(f"{_TOKENIZER}._validate_one_request", tokenizer.after_validate_one_request, HookType.AFTER)
     register(f"{_TOKENIZER}._wait_one_response", tokenizer.around_wait_one_response, HookType.AROUND)
@@ -46,6 +47,11 @@ def extend_server() -> None:
         scheduler.after_is_request_level_key,
         HookType.AFTER,
     )
+    register(f"{_SCHEDULER}.run_event_loop", persistence.around_run_event_loop, HookType.AROUND)
+    # Weights from tensors or from another process arrive between the begin and the end of an update.
+    for update in ("update_weights_from_disk", "update_weights_from_ipc", "begin_weight_update"):
+        register(f"{_WEIGHTS}.{update}", persistence.before_weight_update, HookType.BEFORE)
+    register("sglang.srt.entrypoints.engine.Engine.shutdown", persistence.around_engine_shutdown, HookType.AROUND)
     register(f"{_ADDER}.add_one_req", admission.around_add_one_req, HookType.AROUND)
     register(f"{_ADDER}.add_chunked_req", admission.around_add_chunked_req, HookType.AROUND)
     register(f"{_RUNNER}.forward", forward.around_forward, HookType.AROUND)

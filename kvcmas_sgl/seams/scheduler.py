@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from kvcmas_sgl.radix_ext.request import AgentRequest
-from kvcmas_sgl.radix_ext.sources import digest
+from kvcmas_sgl.radix_ext.sources import digest, scope_digest
 from kvcmas_sgl.seams.tokenizer import REPORT_KEY
 from kvcmas_sgl.wire import OPT_OUT, AgentHint, HintError, check_range, find_hint
 
@@ -31,7 +31,7 @@ def after_create_generation_req(req: Any, scheduler: Any, recv_req: Any, *args: 
     hint = _hint(req)
     if hint is OPT_OUT or (hint is None and not cache.config.auto) or not _is_plain_text(recv_req, req):
         return
-    scope = digest((req.extra_key or "").encode(), (req.cache_salt or "").encode())
+    scope = scope_digest(req.extra_key, req.cache_salt)
     request = AgentRequest.of(hint, array("q", req.origin_input_ids), scope)
     req.kvcmas = request
     namespace = _AUTO if hint is None else digest(hint.role.encode())
@@ -65,8 +65,11 @@ def _is_plain_text(recv_req: Any, req: Any) -> bool:
 
 
 def around_on_idle(original: Callable[[Any], None], scheduler: Any) -> None:
-    """Around ``Scheduler.on_idle``: one learning step an idle round; sleep only when there is none left."""
+    """Around ``Scheduler.on_idle``: one learning step an idle round, and a save when it is time; sleep only when there
+    is no step left."""
     cache = _cache(scheduler)
+    if cache is not None and cache.keeper is not None:
+        cache.keeper.tick()
     if cache is None or not scheduler.is_fully_idle() or not cache.learner.step():
         original(scheduler)
 

@@ -6,7 +6,7 @@ from kvcmas_sgl.triton_kernels import ZERO_DELTA
 
 from .affine import AffineEstimator
 from .anchors import AnchorsEstimator
-from .base import Edge, Estimator, Observation, SpanBase
+from .base import Edge, Estimator, LastingEstimator, Observation, SpanBase
 from .mean import MeanEstimator
 from .nearest import NearestEstimator
 from .none import NoneEstimator
@@ -15,7 +15,7 @@ ESTIMATORS = ("affine", "none")
 """What a server can be told to use. The others match whole spans, and the engine hands no base to `predict`."""
 
 
-def make_estimator(name: str, *, layers: int, kv_heads: int, head_dim: int, rank: int) -> Estimator:
+def make_estimator(name: str, *, layers: int, kv_heads: int, head_dim: int, rank: int) -> LastingEstimator:
     """The estimator called ``name``; ``rank`` is that of the deltas that it predicts.
 
     Raises ValueError on an unknown name or a size below 1.
@@ -37,6 +37,7 @@ __all__ = [
     "AnchorsEstimator",
     "Edge",
     "Estimator",
+    "LastingEstimator",
     "MeanEstimator",
     "NearestEstimator",
     "NoneEstimator",

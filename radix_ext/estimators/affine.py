@@ -27,11 +27,12 @@ from dataclasses import dataclass, field
 import torch
 from kvcmas_sgl.radix_ext.finite import all_finite
 from kvcmas_sgl.radix_ext.lowrank import factor
+from kvcmas_sgl.radix_ext.state_file import State, StateError, count
 from kvcmas_sgl.triton_kernels import AffineDelta, Delta
 from kvcmas_sgl.triton_kernels.delta import fading
 from torch import Tensor
 
-from .base import Edge, Estimator, Observation, SpanBase, check_observation
+from .base import Edge, LastingEstimator, Observation, SpanBase, check_observation
 
 COMPONENTS = 64
 TOKEN_DECAYS = (math.inf,)
@@ -65,15 +66,19 @@ class _Basis:
 
 @dataclass
 class _Statistics:
-    """Of one edge: gram [L, F, F] and cross [L, F, 2D], fp32 sums over tokens; the solved delta; finished spans."""
+    """Of one edge: gram [L, F, F] and cross [L, F, 2D], fp32 sums over tokens; the solved delta; finished spans.
+
+    ``lent``: somebody reads the sums; they must be copied before they change.
+    """
 
     gram: Tensor
     cross: Tensor
     delta: AffineDelta | None = None
     spans: int = 0
+    lent: bool = False
 
 
-class AffineEstimator(Estimator):
+class AffineEstimator(LastingEstimator):
     """``rank``: r of the predicted delta. ``components``: m, the number of principal components (at most 2D)."""
 
     name = "affine"
@@ -102,6 +107,9 @@ class AffineEstimator(Estimator):
             raise ValueError("an observation's squares overflow fp32: it cannot be learned from")
 
         self._bases[edge.namespace] = basis
+        if fits:
+            # Its tensors may be lent, and change a few times in all.
+            basis.project, basis.shift = basis.project.clone(), basis.shift.clone()
         for layer, (project, shift) in fits.items():
             basis.project[layer], basis.shift[layer] = project, shift
             basis.fitted.add(layer)
@@ -111,6 +119,8 @@ class AffineEstimator(Estimator):
                 obs.base_k.new_zeros(self._layers, self._features, self._features),
                 obs.base_k.new_zeros(self._layers, self._features, 2 * self._width),
             )
+        if state.lent:
+            state.gram, state.cross, state.lent = state.gram.clone(), state.cross.clone(), False
         covered = slice(layers.start, layers.stop)
         state.gram[covered] += gram
         state.cross[covered] += cross
@@ -195,6 +205,61 @@ class AffineEstimator(Estimator):
     def drop_namespace(self, namespace: str) -> None:
         self._edges = {edge: state for edge, state in self._edges.items() if edge.namespace != namespace}
         self._bases.pop(namespace, None)
+
+    @property
+    def definition(self) -> str:
+        return (
+            f"{self.name}: {self._m} components, rank {self._rank}, decays {TOKEN_DECAYS} and {MEAN_DECAYS}, "
+            f"weights {WEIGHT_DECAY}"
+        )
+
+    def state(self) -> State:
+        tensors: dict[str, Tensor] = {}
+        for i, basis in enumerate(self._bases.values()):
+            tensors |= {f"basis.{i}.project": basis.project, f"basis.{i}.shift": basis.shift}
+        for i, one in enumerate(self._edges.values()):
+            one.lent = True
+            tensors |= {f"edge.{i}.gram": one.gram, f"edge.{i}.cross": one.cross}
+            if one.delta is not None:
+                tensors |= {f"edge.{i}.{part}": getattr(one.delta, part) for part in self._delta_shapes()}
+        return State(
+            tensors,
+            {
+                "bases": [[namespace, sorted(basis.fitted)] for namespace, basis in self._bases.items()],
+                "edges": [[edge.as_list(), one.spans, one.delta is not None] for edge, one in self._edges.items()],
+            },
+        )
+
+    def load(self, state: State) -> None:
+        layers, wide, features = self._layers, 2 * self._width, self._features
+        bases, edges = {}, {}
+        for i, (namespace, fitted) in enumerate(state.data["bases"]):
+            if not set(fitted) <= set(range(layers)):
+                raise StateError(f"layers {fitted} are said to be fitted, of {layers}")
+            project = state.tensor(f"basis.{i}.project", layers, wide, self._m)
+            bases[namespace] = _Basis(project, state.tensor(f"basis.{i}.shift", layers, self._m), set(fitted))
+        for i, (names, spans, solved) in enumerate(state.data["edges"]):
+            edge = Edge.from_list(names)
+            if edge.namespace not in bases:
+                raise StateError(f"the basis of edge {i} is missing")
+            edges[edge] = one = _Statistics(
+                state.tensor(f"edge.{i}.gram", layers, features, features),
+                state.tensor(f"edge.{i}.cross", layers, features, wide),
+                spans=count(spans),
+            )
+            if solved:
+                parts = {part: state.tensor(f"edge.{i}.{part}", *shape) for part, shape in self._delta_shapes().items()}
+                one.delta = AffineDelta(**parts, token_decays=TOKEN_DECAYS, mean_decays=MEAN_DECAYS)
+        self._bases, self._edges = bases, edges
+
+    def _delta_shapes(self) -> dict[str, tuple[int, ...]]:
+        layers, wide, columns = self._layers, 2 * self._width, self._rank * len(TOKEN_DECAYS)
+        return {
+            "project": (layers, wide, columns),
+            "shift": (layers, columns),
+            "weight": (layers, self._rank, wide),
+            "bias": (layers, len(MEAN_DECAYS), wide),
+        }
 
 
 def _features(z: Tensor, t: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import torch
 from kvcmas_sgl.radix_ext.finite import all_finite
+from kvcmas_sgl.radix_ext.state_file import State, StateError
 from kvcmas_sgl.triton_kernels import Delta
 from torch import Tensor
 
@@ -24,6 +25,16 @@ class Edge:
     namespace: str
     source: str
     consumer: str
+
+    def as_list(self) -> list[str]:
+        return [self.namespace, self.source, self.consumer]
+
+    @classmethod
+    def from_list(cls, names: object) -> Edge:
+        """The edge of ``as_list``; raises `StateError` on anything else."""
+        if not isinstance(names, list) or len(names) != 3 or not all(isinstance(name, str) for name in names):
+            raise StateError(f"{names!r} stands where an edge must be")
+        return cls(*names)
 
 
 @dataclass(frozen=True)
@@ -121,3 +132,20 @@ class Estimator(ABC):
     @abstractmethod
     def drop_namespace(self, namespace: str) -> None:
         """Forget every edge of ``namespace`` and what they share."""
+
+
+class LastingEstimator(Estimator):
+    """An estimator whose state can outlive the process: what a server can be told to use."""
+
+    @property
+    @abstractmethod
+    def definition(self) -> str:
+        """What the numbers of its state mean: equal definitions can read each other's."""
+
+    @abstractmethod
+    def state(self) -> State:
+        """All that was learned. Later observations leave its tensors alone."""
+
+    @abstractmethod
+    def load(self, state: State) -> None:
+        """Be what ``state`` says, in place of what was learned. Raises `StateError`, and then nothing changes."""

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from kvcmas_sgl.radix_ext.state_file import State, count
 from kvcmas_sgl.triton_kernels import ZERO_DELTA, Delta
 
-from .base import Edge, Estimator, Observation, SpanBase, check_observation
+from .base import Edge, LastingEstimator, Observation, SpanBase, check_observation
 
 
-class NoneEstimator(Estimator):
+class NoneEstimator(LastingEstimator):
     """Predicts a zero delta for every edge; counts spans and holds no tensor."""
 
     name = "none"
@@ -45,3 +46,13 @@ class NoneEstimator(Estimator):
 
     def drop_namespace(self, namespace: str) -> None:
         self._spans = {edge: spans for edge, spans in self._spans.items() if edge.namespace != namespace}
+
+    @property
+    def definition(self) -> str:
+        return self.name
+
+    def state(self) -> State:
+        return State({}, [[edge.as_list(), spans] for edge, spans in self._spans.items()])
+
+    def load(self, state: State) -> None:
+        self._spans = {Edge.from_list(names): count(spans) for names, spans in state.data}

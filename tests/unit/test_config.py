@@ -56,7 +56,15 @@ def test_bad_flags_end_the_start_with_one_sentence(argv: list[str], words: str) 
 
 @pytest.mark.parametrize(
     "values",
-    [{"policy": "sometimes"}, {"estimator": "magic"}, {"rank": 1.5}, {"max_kl": "low"}, {"colour": 1}, {"rank": True}],
+    [
+        {"policy": "sometimes"},
+        {"estimator": "magic"},
+        {"rank": 1.5},
+        {"max_kl": "low"},
+        {"colour": 1},
+        {"rank": True},
+        {"state_dir": ""},
+    ],
 )
 def test_bad_settings_are_named(values: dict[str, object]) -> None:
     with pytest.raises(ConfigError) as caught:
@@ -68,6 +76,6 @@ def test_published_settings_come_back_equal(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.delenv("KVCMAS_CONFIG", raising=False)
     assert published_config() is None
     monkeypatch.setenv("KVCMAS_CONFIG", "")
-    config = KvcmasConfig(max_kl=0.125, log_decisions="all")
+    config = KvcmasConfig(max_kl=0.125, log_decisions="all", state_dir="/var/lib/agents")
     config.publish()
     assert published_config() == config

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from kvcmas_sgl.radix_ext.agent_prefixes import AgentPrefixes
 from kvcmas_sgl.radix_ext.delta_store import DeltaStore
 from kvcmas_sgl.radix_ext.gate import Gate
 from kvcmas_sgl.radix_ext.learner import MAX_JOBS, Learner
@@ -12,7 +13,7 @@ from kvcmas_sgl.radix_ext.statistics import Statistics
 
 def learner() -> tuple[Learner, Statistics]:
     statistics = Statistics()
-    return Learner({}, Gate(), DeltaStore(), statistics, 0), statistics
+    return Learner({}, Gate(), AgentPrefixes(), DeltaStore(), statistics, 0), statistics
 
 
 def job(name: str, done: list[str], steps: int = 2) -> Iterator[None]:

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from kvcmas_sgl.radix_ext.agent_prefixes import AgentPrefixes
 from kvcmas_sgl.radix_ext.decision import Piece, Reason
 from kvcmas_sgl.radix_ext.estimators import make_estimator
 from kvcmas_sgl.radix_ext.gate import CAUTION, KL_PER_SQUARED_ERROR, MIN_PAIRS, Gate
@@ -34,7 +35,7 @@ class Case:
             self.gate,
             lambda source, name: [],
             lambda source: True,
-            self.index.agent_prefix,
+            AgentPrefixes().find,
             min_span=16,
         )
         self.head, self.max_kl = head, max_kl

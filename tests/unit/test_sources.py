@@ -141,17 +141,3 @@ def test_the_index_is_bounded_in_tokens(monkeypatch: pytest.MonkeyPatch) -> None
     assert index.tokens <= 100 and len(index) == 3
     assert index.find("s", np.array([7, *range(30)]), 0, 31) == []
     assert len(index.find("s", np.array([7, *range(19000, 19030)]), 0, 31)) == 1
-
-
-def test_the_longest_known_agent_prefix_names_the_agent() -> None:
-    index = SourceIndex(SHORTEST)
-    system = [1, 2, 3, 4]
-    first = index.agent_prefix("s", np.array([*system, 5, 6, 7]), 4)
-    assert first == (4, token_digest(np.array(system)))
-    # Later on other shared content starts further back; the agent is the same.
-    assert index.agent_prefix("s", np.array([*system, 8, 9, 10]), 6) == first
-    # Nothing shared yet: a known prefix still names it, an unknown one is not remembered.
-    assert index.agent_prefix("s", np.array([*system, 11]), None) == first
-    stranger = index.agent_prefix("s", np.array([30, 31, 32]), None)
-    assert stranger[0] == 3 and index.agent_prefix("s", np.array([30, 31, 32, 33]), 3 + 1)[0] == 4
-    assert index.agent_prefix("other", np.array([*system, 5]), 5)[0] == 5

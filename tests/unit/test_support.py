@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from sglang.srt.server_args import ServerArgs
 
-from kvcmas_sgl.support import _RULES, UnsupportedSetupError, check_arguments
+from kvcmas_sgl.support import _RULES, UnsupportedSetupError, check_arguments, check_state_dir
 
 
 class Arguments:
@@ -46,3 +48,21 @@ def test_each_unsupported_value_is_named(field: str, flag: str) -> None:
         check_arguments(Arguments(**{field: value}))
     text = str(caught.value)
     assert text.startswith(f"{flag} is {value!r}, which --enable-kvcmas does not allow: ") and text.endswith(".")
+
+
+def test_a_folder_for_state_is_made_for_its_owner_alone(tmp_path: Path) -> None:
+    folder = tmp_path / "a" / "b"
+    check_state_dir(str(folder), Arguments())
+    check_state_dir(str(folder), Arguments())
+    assert folder.stat().st_mode & 0o777 == 0o700 and list(folder.iterdir()) == []
+    check_state_dir(None, Arguments(enable_lora=True))
+
+
+def test_a_folder_that_cannot_keep_state_is_one_sentence(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for folder in (tmp_path / "file", tmp_path / "file" / "below"):
+        with pytest.raises(UnsupportedSetupError) as caught:
+            check_state_dir(str(folder), Arguments())
+        assert str(caught.value).startswith(f"--kvcmas-state-dir is '{folder}', but that folder cannot be written to: ")
+    with pytest.raises(UnsupportedSetupError, match="which --enable-lora does not allow"):
+        check_state_dir(str(tmp_path), Arguments(enable_lora=True))
