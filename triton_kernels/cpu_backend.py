@@ -134,11 +134,11 @@ def left_factors(
     library: ctypes.CDLL | None = None,
 ) -> tuple[Tensor, Tensor]:
     """See ``canonical.left_factors``; for pools that `unavailable` has nothing against. ``library``: of `cpu_build`."""
-    library = library or _library()
-    assert isinstance(library, ctypes.CDLL)
+    built = library or _library()
+    assert isinstance(built, ctypes.CDLL)
     first, rows, rank = k_buffers[0], consumer[0].numel(), right[0].shape[1]
     heads, dim = first.shape[1:]
-    bf16 = first.dtype is torch.bfloat16 and bool(library.kvcmas_bf16_products())
+    bf16 = first.dtype is torch.bfloat16 and bool(built.kvcmas_bf16_products())
     packed = [pack(part.mT, torch.bfloat16 if bf16 else torch.float32) for part in right]
     places = [
         part
@@ -146,7 +146,7 @@ def left_factors(
         for part in (slots.contiguous(), torch.cat(table.rows(positions, inverse=True), 1))
     ]
     left = [torch.empty(len(k_buffers), rows, rank, dtype=first.dtype) for _ in range(2)]
-    status = library.kvcmas_project(
+    status = built.kvcmas_project(
         _addresses(k_buffers),
         _addresses(v_buffers),
         *(_int(n) for n in (len(k_buffers), heads, dim, table.rotary_dim, table.is_neox, _DTYPES[first.dtype])),

@@ -108,8 +108,8 @@ def _plan(k_buffers: Sequence[Tensor], table: RotaryTable, own_rank: int, rank: 
     ]
     if own_rank:
         sizes = (layers, rows, own_rank), (layers, own_rank, width)
-        factors = [draw(*size, dtype=first.dtype) for _ in range(2) for size in sizes]
-        kinds.append(LowRankDelta(*factors))
+        lefts, rights = ([draw(*size, dtype=first.dtype) for _ in range(2)] for size in sizes)
+        kinds.append(LowRankDelta(lefts[0], rights[0], lefts[1], rights[1]))
     # Scattered, as slots are once a server has run for a while.
     order = torch.randperm(slots)[: 2 * len(kinds) * rows].to(device).split(rows)
     segments = [Segment(order[2 * i], order[2 * i + 1], 0, 0, 0, delta) for i, delta in enumerate(kinds)]

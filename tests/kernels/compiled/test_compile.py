@@ -190,7 +190,7 @@ def test_a_start_tunes_once_and_in_time(monkeypatch: pytest.MonkeyPatch, tmp_pat
     """The first start on a GPU measures; the next one reads; another GPU is another file."""
     fast = Tile(16, 1, 32, 4, 1)
     monkeypatch.setattr(triton_tuning, "TILES", (fast,))
-    monkeypatch.setattr(triton_tuning, "FEATURES", (Features(32, 32, 4, 1),))
+    monkeypatch.setattr(triton_tuning, "FEATURES", (Features(32, 64, 8, 1),))
     monkeypatch.setattr(triton_tuning, "_tuned", {})
     loading(SHARED["sm_90"])
     triton_source.features.device_caches.clear()
@@ -207,7 +207,7 @@ def test_a_start_tunes_once_and_in_time(monkeypatch: pytest.MonkeyPatch, tmp_pat
     # The default and one candidate for each kind, and for the features of a predicted delta; later ones are faster.
     assert kinds.keys() == {"none", "measured", "predicted"} and len(timed) == 8
     assert {triton_tuning.chosen(shape)[0] for shape in kinds.values()} == {fast}
-    assert triton_tuning.chosen(kinds["predicted"])[1] == Features(32, 32, 4, 1)
+    assert triton_tuning.chosen(kinds["predicted"])[1] == Features(32, 64, 8, 1)
     found = triton_tuning.tuned()
     triton_tuning._tuned.clear()
     triton_start.tune_pool(*LLAMA.pool(1), LLAMA.table(), gpu="one", **start)
