@@ -29,6 +29,7 @@ from kvcmas_sgl.wire import (
     Span,
     hint_envelope,
     parse_payload,
+    shown,
 )
 
 FIELD = "kvcmas"
@@ -62,11 +63,11 @@ class ChatHint:
 def opt_out_envelope(value: Any) -> dict[str, Any] | None:
     """The native envelope of ``{"auto": false}``, or None for a hint that names a role. Raises `HintError`."""
     if not isinstance(value, Mapping):
-        raise HintError(f'{FIELD} is {_shown(value)}, but must be an object with role and spans, or {{"auto": false}}.')
+        raise HintError(f'{FIELD} is {shown(value)}, but must be an object with role and spans, or {{"auto": false}}.')
     if "auto" not in value:
         return None
     if value["auto"] is not False:
-        raise HintError(f"auto is {_shown(value['auto'])}, but only false is allowed.")
+        raise HintError(f"auto is {shown(value['auto'])}, but only false is allowed.")
     if len(value) > 1:
         raise HintError(
             f"auto is False, but must stand alone in {FIELD}: a request that names its role marks its spans itself."
@@ -96,7 +97,7 @@ def completion_envelopes(value: Any, prompt: Any) -> dict[str, Any] | list[dict[
     per_prompt = payload.get("spans", [[]] * len(prompt))
     if not isinstance(per_prompt, list) or len(per_prompt) != len(prompt):
         raise HintError(
-            f"spans is {_shown(per_prompt)}, but must be a list of {len(prompt)} lists of spans, one for each prompt."
+            f"spans is {shown(per_prompt)}, but must be a list of {len(prompt)} lists of spans, one for each prompt."
         )
     return [hint_envelope(parse_payload(payload | {"spans": spans})) for spans in per_prompt]
 
@@ -107,7 +108,7 @@ def parse_chat(value: Any, messages: Sequence[Mapping[str, Any]]) -> ChatHint:
     agent = parse_payload({name: item for name, item in value.items() if name != "spans"})
     items = [] if value.get("spans") is None else value["spans"]
     if not isinstance(items, list):
-        raise HintError(f'spans is {_shown(items)}, but must be a list of {{"message": i}} marks.')
+        raise HintError(f'spans is {shown(items)}, but must be a list of {{"message": i}} marks.')
     if len(items) > MAX_SPANS:
         raise HintError(f"spans holds {len(items)} spans, but at most {MAX_SPANS} are allowed.")
     spans: list[MessageSpan] = []
@@ -116,7 +117,7 @@ def parse_chat(value: Any, messages: Sequence[Mapping[str, Any]]) -> ChatHint:
         if span is None:
             continue
         if spans and (span.message, span.start) < (spans[-1].message, spans[-1].end):
-            raise HintError(f"span {_shown(item)} overlaps or precedes the one before it: spans must ascend.")
+            raise HintError(f"span {shown(item)} overlaps or precedes the one before it: spans must ascend.")
         spans.append(span)
     return ChatHint(agent, tuple(spans))
 
@@ -130,11 +131,12 @@ def text_parts(content: Any) -> list[str]:
         return []
     if isinstance(content, str):
         return [content]
+    if not isinstance(content, list):
+        raise HintError(f"a marked message's content is {shown(content)}, but only text is shared.")
     for part in content:
-        if part.get("type") != "text":
-            raise HintError(
-                f"a marked message holds a part of type {_shown(part.get('type'))}, but only text is shared."
-            )
+        if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+            kind = part.get("type") if isinstance(part, Mapping) else part
+            raise HintError(f"a marked message holds a part of type {shown(kind)}, but only text is shared.")
     return [part["text"] for part in content]
 
 
@@ -166,32 +168,27 @@ def add_report(response: dict[str, Any], reports: Mapping[int, Mapping[str, Any]
 
 def _message_span(item: Any, messages: Sequence[Mapping[str, Any]]) -> MessageSpan | None:
     if not isinstance(item, Mapping):
-        raise HintError(f'span {_shown(item)} must be {{"message": i}} or {{"message": i, "start": a, "end": b}}.')
-    _known(item, _SPAN_FIELDS, f"span {_shown(item)}")
+        raise HintError(f'span {shown(item)} must be {{"message": i}} or {{"message": i, "start": a, "end": b}}.')
+    _known(item, _SPAN_FIELDS, f"span {shown(item)}")
     index = item.get("message")
     if not _is_integer(index) or not 0 <= index < len(messages):
-        raise HintError(f"message is {_shown(index)}, but must be an integer from 0 to {len(messages) - 1}.")
+        raise HintError(f"message is {shown(index)}, but must be an integer from 0 to {len(messages) - 1}.")
     length = sum(len(part) for part in text_parts(messages[index].get("content")))
     start, end = item.get("start", 0), item.get("end", length)
     if not length and not {"start", "end"} & set(item):
         return None
     if not _is_integer(start) or not _is_integer(end) or not 0 <= start < end:
-        raise HintError(f"span {_shown(item)} must satisfy 0 <= start < end, in characters of the message's text.")
+        raise HintError(f"span {shown(item)} must satisfy 0 <= start < end, in characters of the message's text.")
     if end > length:
-        raise HintError(f"span {_shown(item)} ends after the message's text, which has {length} characters.")
+        raise HintError(f"span {shown(item)} ends after the message's text, which has {length} characters.")
     return MessageSpan(index, start, end)
 
 
 def _known(value: Mapping[str, Any], fields: Sequence[str], where: str) -> None:
     for name in value:
         if name not in fields:
-            raise HintError(f"unknown field {_shown(name)} in {where}; known are {', '.join(fields)}.")
+            raise HintError(f"unknown field {shown(name)} in {where}; known are {', '.join(fields)}.")
 
 
 def _is_integer(value: Any) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _shown(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."

@@ -145,13 +145,15 @@ def find_hint(envelope: Any) -> AgentHint | None:
 
 def parse_payload(payload: Mapping[str, Any]) -> AgentHint:
     """Validate a payload (see the module's docstring). Raises `HintError`."""
+    if not isinstance(payload, Mapping):
+        raise HintError(f"the payload of {ACTION_TYPE} is {shown(payload)}, but must be an object.")
     if "auto" in payload:
         if payload["auto"] is not False or len(payload) > 1:
-            raise HintError(f"auto is {_shown(payload['auto'])}, but may only be false, and only stand alone.")
+            raise HintError(f"auto is {shown(payload['auto'])}, but may only be false, and only stand alone.")
         return OPT_OUT
     for name in payload:
         if name not in _FIELDS:
-            raise HintError(f"unknown field {_shown(name)} in {ACTION_TYPE}; known are {', '.join(_FIELDS)}.")
+            raise HintError(f"unknown field {shown(name)} in {ACTION_TYPE}; known are {', '.join(_FIELDS)}.")
     return AgentHint(
         role=_name(payload, "role"),
         spans=_spans(payload.get("spans", [])),
@@ -193,31 +195,31 @@ def to_token_spans(spans: Sequence[Span], offsets: Sequence[Span]) -> tuple[Span
 def _head(value: Any) -> int | None:
     if value is None or (isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MAX_HEAD):
         return value
-    raise HintError(f"head is {_shown(value)}, but must be an integer from 0 to {MAX_HEAD} (tokens).")
+    raise HintError(f"head is {shown(value)}, but must be an integer from 0 to {MAX_HEAD} (tokens).")
 
 
 def _max_kl(value: Any) -> float | None:
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if value is None or (number and 0 <= value <= MAX_KL):
         return value
-    raise HintError(f"max_kl is {_shown(value)}, but must be a number from 0 to {MAX_KL} (nats).")
+    raise HintError(f"max_kl is {shown(value)}, but must be a number from 0 to {MAX_KL} (nats).")
 
 
 def _spans(value: Any) -> tuple[Span, ...]:
     if not isinstance(value, (list, tuple)):
-        raise HintError(f"spans is {_shown(value)}, but must be a list of [start, end) pairs.")
+        raise HintError(f"spans is {shown(value)}, but must be a list of [start, end) pairs.")
     if len(value) > MAX_SPANS:
         raise HintError(f"spans holds {len(value)} spans, but at most {MAX_SPANS} are allowed.")
     spans: list[Span] = []
     for item in value:
         pair = isinstance(item, (list, tuple)) and len(item) == 2
         if not pair or not all(isinstance(mark, int) and not isinstance(mark, bool) for mark in item):
-            raise HintError(f"span {_shown(item)} must be a pair of integers [start, end).")
+            raise HintError(f"span {shown(item)} must be a pair of integers [start, end).")
         start, end = item
         if not 0 <= start < end:
-            raise HintError(f"span [{start}, {end}) must satisfy 0 <= start < end.")
+            raise HintError(f"span [{shown(start)}, {shown(end)}) must satisfy 0 <= start < end.")
         if end >= 1 << 31:
-            raise HintError(f"span [{start}, {end}) ends beyond {1 << 31}, the largest mark allowed.")
+            raise HintError(f"span [{shown(start)}, {shown(end)}) ends beyond {1 << 31}, the largest mark allowed.")
         if spans and start < spans[-1][1]:
             raise HintError(
                 f"span [{start}, {end}) overlaps or precedes [{spans[-1][0]}, {spans[-1][1]}): spans must ascend."
@@ -229,17 +231,24 @@ def _spans(value: Any) -> tuple[Span, ...]:
 def _name(payload: Mapping[str, Any], field: str) -> str:
     value = payload.get(field)
     if not isinstance(value, str) or not value.strip() or len(value) > MAX_NAME_CHARS:
-        raise HintError(f"{field} is {_shown(value)}, but must be a text of 1 to {MAX_NAME_CHARS} characters.")
+        raise HintError(f"{field} is {shown(value)}, but must be a text of 1 to {MAX_NAME_CHARS} characters.")
+    if any("\ud800" <= character <= "\udfff" for character in value):
+        raise HintError(f"{field} is {shown(value)}, but must be text that UTF-8 can hold.")
     return value
 
 
 def _choice(payload: Mapping[str, Any], field: str, allowed: tuple[str, ...]) -> Any:
     value = payload.get(field)
     if value is not None and value not in allowed:
-        raise HintError(f"{field} is {_shown(value)}, but must be one of {', '.join(allowed)}.")
+        raise HintError(f"{field} is {shown(value)}, but must be one of {', '.join(allowed)}.")
     return value
 
 
-def _shown(value: Any) -> str:
-    text = repr(value)
+def shown(value: Any) -> str:
+    """A value of the client's in an error message: short, and never an error itself."""
+    try:
+        text = repr(value)
+    except (ValueError, RecursionError):
+        # Python refuses to print an integer of more than 4,300 digits, and what is nested too deep.
+        text = f"a {type(value).__name__} that is too large to print"
     return text if len(text) <= 60 else text[:57] + "..."

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import OrderedDict
 
 from kvcmas_sgl.radix_ext.blocks import Tokens
-from kvcmas_sgl.radix_ext.sources import token_digest
+from kvcmas_sgl.radix_ext.sources import prefix_digests, token_digest
 from kvcmas_sgl.radix_ext.state_file import State, StateError, count
 
 MAX_PREFIXES = 1024
@@ -28,9 +28,8 @@ class AgentPrefixes:
         Without any, the prompt up to ``first`` becomes a known one. None: no shared content is known.
         """
         register, first = first is not None, len(tokens) if first is None else first
-        lengths = sorted({n for known, n, _ in self._known if known == scope and n <= first}, reverse=True)
-        for length in lengths:
-            name = token_digest(tokens[:length])
+        lengths = sorted({n for known, n, _ in self._known if known == scope and n <= first})
+        for length, name in reversed(list(zip(lengths, prefix_digests(tokens, lengths), strict=True))):
             if (scope, length, name) in self._known:
                 self._known.move_to_end((scope, length, name))
                 return length, name

@@ -8,6 +8,7 @@ computed KV. All positions are rows of one forward pass (`kvcmas_sgl.seams.forwa
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -161,7 +162,10 @@ class Auditor:
                     other = None if truth is None else self._run(job, rows, forward, Trial(stretch, base, delta, heavy))
                     if truth is None or other is None:
                         return
-                    job.results[on, heavy is not None] = mean_kl(truth[-compared:], other[-compared:])
+                    kl = mean_kl(truth[-compared:], other[-compared:])
+                    if not math.isfinite(kl):
+                        raise ValueError(f"an audit's KL is {kl}: the logits of its passes are not finite")
+                    job.results[on, heavy is not None] = kl
                     yield
 
     def _run(

@@ -74,6 +74,8 @@ class DeltaRadixCache(UnifiedRadixCache):
         self.gate = Gate()
         self.statistics = Statistics()
         self.admitted: dict[str, Req] = {}
+        self.generation = 0
+        """Changes whenever everything was forgotten: what a request began before it cannot be learned from."""
         # A request that may choose its estimator must find it learned.
         names = ESTIMATORS if config.allow_overrides else (config.estimator,)
         shape = {"layers": view.layers, "kv_heads": view.kv_heads, "head_dim": view.head_dim}
@@ -139,9 +141,14 @@ class DeltaRadixCache(UnifiedRadixCache):
             # What jobs hold goes back to the tree and the pool that are about to be emptied.
             self.learner.stop()
         super().reset()
-        self.sources.clear()
         if built:
-            self.learner.clear()
+            self.forget()
+
+    def forget(self) -> None:
+        """Drop everything that was learned, and every source; the tree stays as it is."""
+        self.generation += 1
+        self.sources.clear()
+        self.learner.clear()
 
     # ---- match ----
 
@@ -163,6 +170,8 @@ class DeltaRadixCache(UnifiedRadixCache):
 
     def _plan(self, request: AgentRequest, result: MatchResult, limit: int) -> MatchResult:
         """Plan what follows the exact match. ``limit`` is the longest prefix that may come from a cache."""
+        if request.generation != self.generation:
+            request.generation, request.lessons = self.generation, []
         corrected_from = self.spans.exact_length(result.last_device_node)
         declined = self._declined(request)
         if corrected_from is not None and declined:
@@ -170,9 +179,12 @@ class DeltaRadixCache(UnifiedRadixCache):
             corrected_from = None
         request.hit, request.limit = result.device_prefix_len, limit
         request.placed = []
+        spent = self._count_hit(request, result)
         if request.searched != self.sources.version:
             self.search(request)
-        spent = self._count_hit(request, result)
+            if request.auto:
+                # Its spans are what was found.
+                spent = self._count_hit(request, result)
         if declined:
             for span in request.report.spans:
                 if not request.settled and request.hit < span.stop:
@@ -208,6 +220,9 @@ class DeltaRadixCache(UnifiedRadixCache):
         report.exact_tokens, report.corrected_tokens = first, request.hit - first
         report.predicted_kl = spent if marks else None
         for span in report.spans:
+            # A run that was retracted may have left its own.
+            span.reason, span.source, span.estimator = Reason.NO_SOURCE, None, None
+            span.predicted_error = span.predicted_kl = None
             stop = min(span.stop, request.hit)
             span.exact_tokens = max(0, min(stop, first) - span.start)
             span.corrected_tokens = max(0, stop - max(span.start, first))
@@ -245,7 +260,8 @@ class DeltaRadixCache(UnifiedRadixCache):
             return
         try:
             request.pieces = [part for piece in request.pieces if (part := piece.cut(req.prefix_len, request.limit))]
-            request.pieces = [piece for piece in request.pieces if self.spans.resident(piece.base.source)]
+            known = request.generation == self.generation
+            request.pieces = [p for p in request.pieces if known and self.spans.resident(p.base.source)]
         except Exception:
             request.pieces = []
             self.failed(request, "match")
@@ -256,8 +272,13 @@ class DeltaRadixCache(UnifiedRadixCache):
         if request is None or self.disable:
             return
         self.release(req)
-        nodes = {piece.base.source.node for piece in request.pieces if self.spans.resident(piece.base.source)}
-        request.held = [self.lock(node) for node in nodes]
+        try:
+            nodes = {piece.base.source.node for piece in request.pieces if self.spans.resident(piece.base.source)}
+            for node in nodes:
+                request.held.append(self.lock(node))
+        except Exception:
+            self.release(req)
+            self.failed(request, "pinning sources")
 
     def release(self, req: Req) -> None:
         """Let go of what `hold` kept; does nothing twice."""
@@ -309,12 +330,17 @@ class DeltaRadixCache(UnifiedRadixCache):
             self.learner.step(idle=False)
 
     def _publish(self, req: Req, request: AgentRequest, up_to: int) -> None:
-        self._publisher.mark_placed(req, request, up_to)
-        if not request.published and up_to >= len(request.prompt):
+        try:
+            self._publisher.mark_placed(req, request, up_to)
+        except Exception:
+            self._publisher.distrust(req, request)
+            raise
+        fresh = request.generation == self.generation
+        if fresh and not request.published and up_to >= len(request.prompt):
             request.published = True
             self._publisher.publish_prompt(req, request)
         self._settle(req, request, up_to)
-        if request.published and not request.answered and req.finished():
+        if fresh and request.published and not request.answered and req.finished():
             request.answered = True
             self._publisher.publish_answer(req, request, up_to)
             self.lessons.add(request, req.output_ids)
@@ -360,16 +386,17 @@ class DeltaRadixCache(UnifiedRadixCache):
         }
 
     def failed(self, request: AgentRequest | None, where: str) -> None:
-        """Count an internal failure; the caller goes on with a dense prefill."""
-        self.statistics.fallbacks += 1
+        """Count an internal failure, once for each request; the caller goes on with a dense prefill."""
+        if request is None or where not in request.failures:
+            self.statistics.failed(where, "the span is prefilled densely")
         if request is not None:
+            request.failures.add(where)
             request.pieces = []
             if not request.settled:
                 for span in request.report.spans:
                     if not span.corrected_tokens and not span.exact_tokens:
                         span.reason = Reason.FAILED
                 request.publish_report()
-        logger.exception("kvcmas: %s failed; the span is prefilled densely.", where)
 
 
 def agent_request(req: Req | None) -> AgentRequest | None:

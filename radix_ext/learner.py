@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import logging
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Mapping
@@ -16,8 +15,6 @@ from kvcmas_sgl.radix_ext.estimators import LastingEstimator
 from kvcmas_sgl.radix_ext.gate import Gate
 from kvcmas_sgl.radix_ext.state_file import Lasting, State, StateError
 from kvcmas_sgl.radix_ext.statistics import Statistics
-
-logger = logging.getLogger(__name__)
 
 MAX_JOBS = 64
 """Waiting jobs; a server that is never idle drops the oldest."""
@@ -115,14 +112,17 @@ class Learner:
         try:
             with torch.inference_mode():
                 done = next(job.steps, _DONE) is _DONE
-            if done:
-                self._keep_budget()
-                self._jobs.popleft()
-                self.version += 1
         except Exception:
+            done = True
+            self._statistics.failed("learning from a dense run", "it is skipped")
+        if done:
             self._jobs.popleft()
-            self._statistics.fallbacks += 1
-            logger.exception("kvcmas: learning from a dense run failed; it is skipped.")
+            self.version += 1
+            try:
+                # A job that failed may have left something behind, too.
+                self._keep_budget()
+            except Exception:
+                self._statistics.failed("keeping the byte budget", "the next lesson tries again")
         spent = time.perf_counter() - started
         if job.needs_model:
             self._statistics.audit_seconds += spent

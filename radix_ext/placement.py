@@ -7,7 +7,6 @@ when a correction fails, the tokens are simply computed.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -24,8 +23,6 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,7 +67,7 @@ class Placer:
         Tokens that are computed inside a piece get corrected KV too, which the forward pass overwrites. The last token
         of a pass is always computed: SGLang takes the logits there.
         """
-        steps = [step for one in passes for step in self._steps(one)]
+        steps = [step for one in passes for step in self._planned(one)]
         done: list[_Step] = []
         try:
             self._correct(steps)
@@ -83,10 +80,17 @@ class Placer:
                     self._correct(own)
                     done += own
                 except Exception:
-                    self._failed(one, own)
+                    self._failed(one)
         for step in done:
             self._record(step)
         return [[placed for s in done if s.one is one for placed in s.piece.ranges] for one in passes]
+
+    def _planned(self, one: Pass) -> list[_Step]:
+        try:
+            return self._steps(one)
+        except Exception:
+            self._failed(one)
+            return []
 
     def _steps(self, one: Pass) -> list[_Step]:
         request: AgentRequest = one.req.kvcmas
@@ -120,14 +124,16 @@ class Placer:
         if steps:
             self._view.correct([step.segment for step in steps])
 
-    def _failed(self, one: Pass, steps: Sequence[_Step]) -> None:
-        self._statistics.fallbacks += 1
+    def _failed(self, one: Pass) -> None:
+        self._statistics.failed("a correction", "its tokens are prefilled")
         request: AgentRequest = one.req.kvcmas
         if not request.settled:
-            for step in steps:
-                request.report.spans[step.piece.span].reason = Reason.FAILED
+            for piece in request.pieces:
+                if piece.cut(one.start, one.stop - 1) is not None:
+                    request.report.spans[piece.span].reason = Reason.FAILED
             request.publish_report()
-        logger.exception("kvcmas: a correction failed; its tokens are prefilled.")
+        # What failed once would fail in every further chunk.
+        request.pieces = []
 
     def _record(self, step: _Step) -> None:
         request: AgentRequest = step.one.req.kvcmas

@@ -13,7 +13,7 @@ from kvcmas_sgl.radix_ext.estimators import Estimator
 from kvcmas_sgl.radix_ext.gate import Expected, Gate
 from kvcmas_sgl.radix_ext.heavy import heavy_tokens, with_heavy
 from kvcmas_sgl.radix_ext.request import AUTO_ROLE, AgentRequest
-from kvcmas_sgl.radix_ext.sources import Agent, Match, Place, Source, digest, edge
+from kvcmas_sgl.radix_ext.sources import Agent, Content, Match, Place, Source, digest, edge
 from kvcmas_sgl.triton_kernels import Delta
 
 IDENTICAL = "identical"
@@ -80,6 +80,8 @@ class Planner:
         self.resident = resident
         self.agent_prefix = agent_prefix
         self.min_span = min_span
+        # Of prompts whose answers others read: asked once for each of them in a plan.
+        self._names: dict[Content, str] = {}
 
     def plan(self, request: AgentRequest, wish: Wish, spent: float) -> list[Piece]:
         """What to place in the prompt's ``[hit, limit)``; the spans' reports get the reason of what is not.
@@ -87,6 +89,7 @@ class Planner:
         ``spent`` is the predicted KL, nats, of corrected KV that the request already stands on. The budget is the
         prompt's as a whole: pieces are taken by how many tokens they save for their KL.
         """
+        self._names.clear()
         candidates: list[Sequence[Piece]] = []
         for number, span in enumerate(request.report.spans):
             reason = self._why_not(request, span)
@@ -219,7 +222,9 @@ class Planner:
             return source.agent
         if source.sequence_content is not None:
             prompt, place = source.sequence_content, Place.ANSWER
-            _, name = prompt.prefix or self.agent_prefix(prompt.scope, prompt.tokens, None)
+            if prompt not in self._names:
+                _, self._names[prompt] = prompt.prefix or self.agent_prefix(prompt.scope, prompt.tokens, None)
+            name = self._names[prompt]
         else:
             prompt = source.content
             prompt.prefix = prompt.prefix or self.agent_prefix(prompt.scope, prompt.tokens, offset)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from typing import TYPE_CHECKING
 
+import torch
 from kvcmas_sgl.radix_ext.blocks import Tokens
 from kvcmas_sgl.radix_ext.decision import Base, SpanReport
 from kvcmas_sgl.radix_ext.harvest import HarvestJob
@@ -79,6 +80,15 @@ class Publisher:
                 if (slots(node) == placed.slots[start - placed.start : stop - placed.start]).all():
                     mark_corrected(node, placed.mark)
         request.placed = waiting
+
+    def distrust(self, req: Req, request: AgentRequest) -> None:
+        """Where `mark_placed` failed: a node that holds any placed token counts as corrected as a whole."""
+        if not request.placed:
+            return
+        placed, mark = torch.cat([part.slots for part in request.placed]), request.placed[0].mark
+        for node in path_to(self._cache.tree_core.node_by_id(req.last_node)):
+            if provenance(node) is None and torch.isin(slots(node), placed).any():
+                mark_corrected(node, mark)
 
     def publish_prompt(self, req: Req, request: AgentRequest) -> None:
         """The prompt is in the tree: its spans (in automatic mode, all of it) become the newest sources."""

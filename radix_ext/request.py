@@ -65,6 +65,12 @@ class AgentRequest:
         What the prompt can teach once the request is finished.
     published, answered
         The prompt's spans, and the generated text, are known as sources.
+    generation
+        Of what the cache knew at the last match (`DeltaRadixCache.generation`).
+    contexts
+        Names of what stands before a token, as far as they were asked for.
+    failures
+        Where something of ours failed for this request: each is counted once, however often it is tried.
     content
         The whole prompt as content (automatic mode), once it was published.
     """
@@ -86,6 +92,9 @@ class AgentRequest:
     settled: bool = False
     published: bool = False
     answered: bool = False
+    generation: int = -1
+    contexts: dict[int, str] = field(default_factory=dict, repr=False)
+    failures: set[str] = field(default_factory=set)
     content: Content | None = None
     info: list[dict[str, object]] = field(default_factory=list)
 
@@ -118,7 +127,10 @@ class AgentRequest:
 
     def context(self, stop: int) -> str:
         """Name of all tokens before ``stop``."""
-        return token_digest(self.prompt[:stop])
+        if stop not in self.contexts:
+            # A waiting request is planned anew in every round.
+            self.contexts[stop] = token_digest(self.prompt[:stop])
+        return self.contexts[stop]
 
     def found(
         self, matches: Sequence[Match], version: int, prefix: tuple[int, str] | None = None, first_stop: int = 0

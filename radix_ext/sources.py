@@ -12,7 +12,7 @@ import hashlib
 import itertools
 from array import array
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -26,6 +26,9 @@ MAX_TOKENS = 1 << 22
 
 NEARLY = 0.9
 """Share of the longest stretch that another content must cover to be a source of it too."""
+
+GROW_TOKENS = 64
+"""Tokens that a search may find equal, over all the places it looks at, for each token of the prompt."""
 
 _sequence = itertools.count()
 
@@ -159,7 +162,8 @@ def digest(*parts: bytes) -> str:
 
 def scope_digest(extra_key: str | None = None, cache_salt: str | None = None) -> str:
     """Name of a scope: what a client's ``extra_key`` and ``cache_salt`` isolate. The same in every process."""
-    return digest((extra_key or "").encode(), (cache_salt or "").encode())
+    # JSON can spell lone surrogates, which UTF-8 cannot.
+    return digest(*((name or "").encode(errors="surrogatepass") for name in (extra_key, cache_salt)))
 
 
 def as_tokens(ids: array[int]) -> Tokens:
@@ -169,7 +173,17 @@ def as_tokens(ids: array[int]) -> Tokens:
 
 def token_digest(tokens: Tokens) -> str:
     """Name of a token sequence."""
-    return digest(tokens.tobytes())
+    return hashlib.blake2b(tokens.tobytes(), digest_size=16).hexdigest()
+
+
+def prefix_digests(tokens: Tokens, lengths: Sequence[int]) -> list[str]:
+    """`token_digest` of the first so many tokens, for ascending ``lengths``; every token is hashed once."""
+    hasher, at, names = hashlib.blake2b(digest_size=16), 0, []
+    for length in lengths:
+        hasher.update(tokens[at:length].tobytes())
+        at = length
+        names.append(hasher.copy().hexdigest())
+    return names
 
 
 class SourceIndex:
@@ -237,6 +251,8 @@ class SourceIndex:
         if table is None or stop - start < self.shortest:
             return matches
         at, tries = start, 64 + 4 * (stop - start) // self._block
+        # Texts can be made to agree at many shifts, each time for long: what is compared is linear in the prompt.
+        room = GROW_TOKENS * (stop - start)
         # Where each content would start in the prompt -> the stretch that it covers.
         found: dict[tuple[Content, int], tuple[int, int]] = {}
         window = start
@@ -250,10 +266,10 @@ class SourceIndex:
                 shift = position - inside
                 if position < at or (content, shift) in found or (shift == 0 and position < prefixes.get(content, 0)):
                     continue
-                tries -= 1
-                if tries < 0:
+                if tries <= 0 or room <= 0:
                     break
                 first, last = _grow(prompt, content.tokens, position, inside, at, stop)
+                tries, room = tries - 1, room - (last - first)
                 if first == 0 == shift:
                     prefixes[content] = last
                 elif last - first >= self.shortest:
@@ -321,11 +337,17 @@ def _share(found: dict[tuple[Content, int], tuple[int, int]]) -> Match:
 
 def _grow(prompt: Tokens, tokens: Tokens, position: int, inside: int, low: int, high: int) -> tuple[int, int]:
     """The stretch of ``prompt[low:high]`` around ``position`` that equals ``tokens`` around ``inside``."""
-    back = min(position - low, inside)
-    before = prompt[position - back : position][::-1] != tokens[inside - back : inside][::-1]
-    ahead = min(high - position, len(tokens) - inside)
-    after = prompt[position : position + ahead] != tokens[inside : inside + ahead]
-    return (
-        position - (int(before.argmax()) if before.any() else back),
-        position + (int(after.argmax()) if after.any() else ahead),
-    )
+    back, ahead = min(position - low, inside), min(high - position, len(tokens) - inside)
+    before = _agree(prompt[position - back : position][::-1], tokens[inside - back : inside][::-1])
+    return position - before, position + _agree(prompt[position : position + ahead], tokens[inside : inside + ahead])
+
+
+def _agree(a: Tokens, b: Tokens) -> int:
+    """Length of the common beginning of two arrays of one length; takes time in proportion to it, not to theirs."""
+    at, step = 0, 64
+    while at < len(a):
+        differ = a[at : at + step] != b[at : at + step]
+        if differ.any():
+            return at + int(differ.argmax())
+        at, step = at + step, 2 * step
+    return len(a)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvcmas_sgl.radix_ext.decision import Report
+from kvcmas_sgl.radix_ext.failures import FailureLog
 
 RECENT = 256
 """Reports that are kept for who asks what happened."""
@@ -39,6 +40,7 @@ class Statistics:
     audit_seconds: float = 0.0
     recent: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=RECENT), repr=False)
     listeners: list[Callable[[Report], None]] = field(default_factory=list, repr=False)
+    log: FailureLog = field(default_factory=FailureLog, repr=False)
 
     def record(self, rid: str, report: Report) -> None:
         """Count one request's outcome and tell the listeners; spans are counted by reason."""
@@ -51,8 +53,13 @@ class Statistics:
         for listener in self.listeners:
             listener(report)
 
+    def failed(self, where: str, then: str) -> None:
+        """Count the exception that is being handled, and log it if nothing like it was logged just before."""
+        self.fallbacks += 1
+        self.log.report(where, then)
+
     def as_dict(self) -> dict[str, Any]:
-        values = {name: value for name, value in vars(self).items() if name != "listeners"}
+        values = {name: value for name, value in vars(self).items() if name not in ("listeners", "log")}
         values["reasons"] = dict(self.reasons)
         values["recent"] = list(self.recent)
         return values

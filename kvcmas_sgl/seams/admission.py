@@ -37,12 +37,19 @@ def around_add_one_req(original: Callable[..., Any], adder: Any, req: Any, *args
 
 
 def around_add_chunked_req(original: Callable[..., Any], adder: Any, req: Any) -> Any:
-    """Around ``PrefillAdder.add_chunked_req``: the same for a further chunk of a prompt."""
+    """Around ``PrefillAdder.add_chunked_req``: the same for a further chunk of a prompt.
+
+    SGLang takes a whole chunk where it counts no memory at all, since the request must go on. So where the pinned
+    sources are the memory that is left, they are let go, and what they were for is computed.
+    """
     cache, request = adder.tree_cache, agent_request(req)
     if request is None or not isinstance(cache, DeltaRadixCache):
         return original(adder, req)
     cache.continue_plan(req)
     cache.hold(req)
+    if request.held and adder.memory_budget.remaining_total <= 0:
+        cache.release(req)
+        request.pieces = []
     corrected = request.corrected_ahead(req.prefix_len, adder.rem_chunk_tokens)
     _credit(adder, corrected)
     result = original(adder, req)

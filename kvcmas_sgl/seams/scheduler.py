@@ -31,8 +31,12 @@ def after_create_generation_req(req: Any, scheduler: Any, recv_req: Any, *args: 
     hint = _hint(req)
     if hint is OPT_OUT or (hint is None and not cache.config.auto) or not _is_plain_text(recv_req, req):
         return
-    scope = scope_digest(req.extra_key, req.cache_salt)
-    request = AgentRequest.of(hint, array("q", req.origin_input_ids), scope)
+    try:
+        scope = scope_digest(req.extra_key, req.cache_salt)
+        request = AgentRequest.of(hint, array("q", req.origin_input_ids), scope)
+    except Exception:
+        cache.failed(None, "binding a hint")
+        return
     req.kvcmas = request
     namespace = _AUTO if hint is None else digest(hint.role.encode())
     req.extra_key = f"{_NAMESPACE}{namespace}:{req.extra_key or ''}"
@@ -72,6 +76,16 @@ def around_on_idle(original: Callable[[Any], None], scheduler: Any) -> None:
         cache.keeper.tick()
     if cache is None or not scheduler.is_fully_idle() or not cache.learner.step():
         original(scheduler)
+
+
+def after_weight_update(result: None, updater: Any, *args: Any) -> None:
+    """After ``record_weight_version_after_update``, with which every update of weights ends: what was learned is void.
+
+    The flush that usually follows drops the KV too; where the client declined it, or requests run, SGLang keeps that.
+    """
+    cache = _cache(updater.scheduler)
+    if cache is not None:
+        cache.forget()
 
 
 def after_get_internal_state(result: Any, scheduler: Any, *args: Any) -> None:

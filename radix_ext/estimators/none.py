@@ -9,6 +9,9 @@ from kvcmas_sgl.triton_kernels import ZERO_DELTA, Delta
 
 from .base import Edge, LastingEstimator, Observation, SpanBase, check_observation
 
+MAX_EDGES = 1 << 14
+"""Edges whose spans are counted: they take no bytes of the budget."""
+
 
 class NoneEstimator(LastingEstimator):
     """Predicts a zero delta for every edge; counts spans and holds no tensor."""
@@ -24,6 +27,8 @@ class NoneEstimator(LastingEstimator):
 
     def finish(self, edge: Edge) -> None:
         self._spans[edge] = self.spans_seen(edge) + 1
+        if len(self._spans) > MAX_EDGES:
+            del self._spans[next(iter(self._spans))]
 
     def predict(self, edge: Edge, base: SpanBase | None = None) -> Delta | None:
         return ZERO_DELTA
