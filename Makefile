@@ -6,8 +6,8 @@ READY := $(VENV)/.ready
 REPORTS := reports
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lock demo examples test lint unit kernels engine server bench-attention bench-kernels bench-spans \
-	bench-quality gpu-check clean
+.PHONY: help setup lock demo examples test lint unit kernels engine server state-machine bench-attention bench-kernels \
+	bench-spans bench-quality gpu-check clean
 
 help: ## Show this help
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -56,6 +56,9 @@ engine: setup ## Tests on SGLang's in-process engine
 
 server: setup ## Tests over HTTP, on one server
 	$(BIN)/pytest tests/server
+
+state-machine: setup ## Random interleavings of everything that happens to the cache, STEPS of them, from SEED on
+	$(BIN)/python -m tests.tree --steps $(or $(STEPS),100000) --seed $(or $(SEED),0)
 
 bench-attention: setup ## CPU attention backend against torch_native (reports/cpu_attention.json)
 	$(BIN)/python benchmarks/cpu_attention.py

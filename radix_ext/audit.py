@@ -162,10 +162,7 @@ class Auditor:
                     other = None if truth is None else self._run(job, rows, forward, Trial(stretch, base, delta, heavy))
                     if truth is None or other is None:
                         return
-                    kl = mean_kl(truth[-compared:], other[-compared:])
-                    if not math.isfinite(kl):
-                        raise ValueError(f"an audit's KL is {kl}: the logits of its passes are not finite")
-                    job.results[on, heavy is not None] = kl
+                    job.results[on, heavy is not None] = mean_kl(truth[-compared:], other[-compared:])
                     yield
 
     def _run(
@@ -224,6 +221,9 @@ def audit_rows(spans: Sequence[tuple[int, int]], after: int, prompt: int, total:
 
 
 def mean_kl(truth: Tensor, other: Tensor) -> float:
-    """Mean over positions of KL(truth || other), nats, of logits [n, vocabulary]."""
+    """Mean over positions of KL(truth || other), nats, of logits [n, vocabulary]. Raises ValueError if not finite."""
     p, q = truth.log_softmax(-1), other.log_softmax(-1)
-    return float((p.exp() * (p - q)).sum(-1).mean())
+    kl = float((p.exp() * (p - q)).sum(-1).mean())
+    if not math.isfinite(kl):
+        raise ValueError(f"the KL of two passes is {kl}: their logits are not finite")
+    return kl

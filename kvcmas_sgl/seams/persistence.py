@@ -99,7 +99,7 @@ def before_weight_update(updater: Any, *args: Any, **kwargs: Any) -> None:
 
     cache = updater.scheduler.tree_cache
     if isinstance(cache, DeltaRadixCache):
-        cache.learner.clear()
+        cache.forget()
         if cache.keeper is not None:
             cache.keeper.stop()
 

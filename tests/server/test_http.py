@@ -11,6 +11,7 @@ import pytest
 import requests
 
 from kvcmas_sgl.demo.servers import ServerProcess
+from kvcmas_sgl.prepare_model import default_model
 from kvcmas_sgl.wire import agent_hint
 from tests.prompts import CRITIC, HEAD, PLANNER, Reader, document, tokenizer
 
@@ -127,6 +128,7 @@ BAD = {
     "ends after the prompt, which has 9 tokens": {"role": "a", "spans": [[0, 10]]},
     "at most 64 are allowed": {"role": "a", "spans": [[i, i + 1] for i in range(65)]},
     "must be a text of 1 to 256 characters": {"role": "r" * 100_000},
+    "must be text that UTF-8 can hold": {"role": "critic \ud800"},
     "unit is 'line'": {"role": "a", "unit": "line"},
     "unknown field 'extra'": {"role": "a", "extra": ["x" * 10_000]},
     "runs without --kvcmas-allow-overrides": {"role": "a", "estimator": "none"},
@@ -192,3 +194,19 @@ def test_a_frontend_program_shares_its_document(server: ServerProcess) -> None:
     assert [r["role"] for r in reports] == ["poet", "poet", "judge", "judge"]
     assert reports[1]["reason"] == "exact" and reports[3]["reason"] == "exact"
     assert reports[2]["reason"] == "edge_unknown"
+
+
+def test_new_weights_void_what_was_learned_even_without_a_flush(server: ServerProcess) -> None:
+    for index in (10, 11):
+        read(server, PLANNER, document(index, N))
+        read(server, CRITIC, document(index, N))
+    settle(server)
+    before = totals(server)
+    assert before["state_bytes"] > 0 and before["sources"] > 0
+    body = {"model_path": str(default_model()), "flush_cache": False}
+    response = requests.post(server.url + "/update_weights_from_disk", json=body, timeout=120)
+    assert response.status_code == 200, response.text
+    after = totals(server)
+    assert (after["state_bytes"], after["sources"], after["learning"]) == (0, 0, 0)
+    # The KV is SGLang's to keep or to flush.
+    assert read(server, CRITIC, document(11, N))["reason"] == "exact"

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 from sglang.srt.managers.schedule_policy import PrefillAdder
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
-from sglang.srt.mem_cache.common import match_kv_cache
+from sglang.srt.mem_cache.common import evict_from_tree_cache, match_kv_cache
 
 from kvcmas_sgl.seams.admission import around_add_chunked_req, around_add_one_req
-from tests.tree.harness import CRITIC, PLANNER, Tree, document, learned
+from tests.tree.harness import CRITIC, PLANNER, Tree, document, learned, sources_of
 
 N, HEAD, QUESTION = 48, len(CRITIC.prefix), 2
 
@@ -119,3 +119,24 @@ def test_where_only_its_own_sources_can_make_room_a_request_is_computed(tree: Tr
     assert adder.can_run_list == [req]
     assert req.kvcmas.pieces == [] and req.kvcmas.held == []
     assert adder.rem_chunk_tokens == 1000 - (len(req.origin_input_ids) - req.prefix_len)
+
+
+def test_where_only_the_sources_of_a_further_chunk_are_left_it_is_computed_over_their_slots(tree: Tree) -> None:
+    """Found by the state machine: the chunk was taken with the sources pinned, and there was nothing to allocate."""
+    req = request(tree, 99)
+    tree.admit(req, upto=HEAD + 1)
+    tree.cache.checkpoint(req, up_to=HEAD + 1)
+    req.prefix_len = HEAD + 1
+    (source,) = sources_of(tree, document(99))
+    lock = tree.cache.lock(source.node)
+    tree.cache.evict(EvictParams(num_tokens=10**6))
+    tree.cache.unlock(lock)
+    assert tree.allocator.alloc(tree.allocator.available_size()) is not None
+    room = tree.cache.full_evictable_size()
+    assert N <= room < N + HEAD and req.kvcmas.pieces
+    around_add_chunked_req(PrefillAdder.add_chunked_req, adder_of(tree, chunk=10), req)
+    assert req.kvcmas.held == [] and req.kvcmas.pieces == []
+    fresh = req.extend_end - req.prefix_len
+    assert 0 < fresh <= 10
+    evict_from_tree_cache(tree.cache, fresh)
+    assert tree.allocator.alloc(fresh) is not None

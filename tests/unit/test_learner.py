@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import torch
 from kvcmas_sgl.radix_ext.agent_prefixes import AgentPrefixes
-from kvcmas_sgl.radix_ext.delta_store import DeltaStore
+from kvcmas_sgl.radix_ext.delta_store import DeltaStore, Factors, Rows
 from kvcmas_sgl.radix_ext.gate import Gate
-from kvcmas_sgl.radix_ext.learner import MAX_JOBS, Learner
+from kvcmas_sgl.radix_ext.learner import MAX_JOBS, Learner, Steps
 from kvcmas_sgl.radix_ext.statistics import Statistics
 
 
@@ -65,3 +66,23 @@ def test_the_oldest_job_goes_when_too_many_wait() -> None:
     assert len(queue) == MAX_JOBS and statistics.jobs_dropped == 2
     queue.step()
     assert done == ["2:0"]
+
+
+def test_a_job_that_fails_leaves_nothing_over_the_budget() -> None:
+    """Found by the state machine: only jobs that ended well made the state fit."""
+    deltas, statistics = DeltaStore(), Statistics()
+    queue = Learner({}, Gate(), AgentPrefixes(), deltas, statistics, 0)
+
+    def fails() -> Steps:
+        part = torch.zeros(1, 2, 3)
+        deltas.put(Rows(Factors(part, part, 0.1), part, part))
+        yield
+        raise RuntimeError("injected")
+
+    queue.add(fails())
+    assert queue.step() and deltas.nbytes == 4 * part_bytes()
+    assert queue.step() and (deltas.nbytes, len(queue), statistics.fallbacks) == (0, 0, 1)
+
+
+def part_bytes() -> int:
+    return 1 * 2 * 3 * 4
