@@ -81,8 +81,8 @@ def around_on_idle(original: Callable[[Any], None], scheduler: Any) -> None:
 def after_weight_update(result: None, updater: Any, *args: Any) -> None:
     """After ``record_weight_version_after_update``, with which every update of weights ends: what was learned is void.
 
-    So is what was learned since it began. The flush that usually follows drops the KV too; where the client declined it,
-    or requests run, SGLang keeps that.
+    So is what was learned since it began. The flush that usually follows drops the KV too; where the client declined
+    it, or requests run, SGLang keeps that.
     """
     cache = _cache(updater.scheduler)
     if cache is not None:

@@ -222,7 +222,7 @@ AT_LEARNING: dict[str, Callable[[Any], tuple[Any, str]]] = {
     "predict": lambda cache: (cache.estimators["affine"], "predict"),
     "record": lambda cache: (cache.gate, "record"),
     "sample": lambda cache: (type(cache.view), "sample"),
-    "rows of the own delta": lambda cache: (type(cache.view), "rows"),
+    "rows of the own delta": lambda cache: (type(cache.view), "left_factors"),
     "attach": lambda cache: (cache.lessons._harvester, "attach"),
     "budget": lambda cache: (cache.learner, "_keep_budget"),
 }

@@ -28,10 +28,10 @@ def run(number: int, examples: int, steps: int, *, shrink: bool = True) -> None:
 
 def test_nothing_is_lost_in_any_interleaving() -> None:
     machine.seen.clear()
-    run(2026, 25, 100)
+    run(12, 25, 100)
     # It got everywhere.
-    everywhere = ("corrected tokens", "learned spans", "audits", "chunks", "retract", "abort", "branches", "faults")
-    assert all(machine.seen[what] > 0 for what in everywhere), machine.seen
+    for what in ("corrected tokens", "learned spans", "audits", "checks", "chunks", "retract", "branches", "faults"):
+        assert machine.seen[what] > 0, (what, machine.seen)
     assert machine.seen["steps"] > 2000
 
 
