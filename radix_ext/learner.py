@@ -66,6 +66,7 @@ class Learner:
         self._jobs: deque[_Job] = deque()
         self.version = 0
         """Changes with what was learned."""
+        self.paused = False
 
     def __len__(self) -> int:
         """Jobs that are waiting or under way."""
@@ -88,7 +89,7 @@ class Learner:
         ``needs_model``: only an idle server may run it. ``again`` begins it anew: it holds memory while it runs.
         """
         self._jobs.append(_Job(steps, needs_model, again))
-        if len(self._jobs) > MAX_JOBS:
+        if len(self._jobs) > MAX_JOBS or self.paused:
             self._drop()
 
     def interrupt(self) -> None:
@@ -101,6 +102,12 @@ class Learner:
             return
         job.steps.close()
         job.steps, job.restarts = job.again(), job.restarts - 1
+
+    def pause(self, paused: bool) -> None:
+        """Drop what waits and take nothing in, or go on; what was learned stays."""
+        self.paused = paused
+        while paused and self._jobs:
+            self._drop()
 
     def step(self, *, idle: bool = True) -> bool:
         """Take one short step; False when nothing waits. A job that fails is dropped and counted.
@@ -123,11 +130,14 @@ class Learner:
             self._jobs.popleft()
             self._statistics.fallbacks += 1
             logger.exception("kvcmas: learning from a dense run failed; it is skipped.")
+            done = True
         spent = time.perf_counter() - started
         if job.needs_model:
             self._statistics.audit_seconds += spent
         else:
             self._statistics.learn_seconds += spent
+        if done:
+            self._statistics.changed()
         return True
 
     def stop(self) -> None:
