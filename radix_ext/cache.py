@@ -185,8 +185,8 @@ class DeltaRadixCache(UnifiedRadixCache):
         spent = self._count_hit(request, result)
         if declined:
             for span in request.report.spans:
-                if not request.settled and request.hit < span.stop:
-                    span.reason = Reason.DECLINED
+                if not request.settled:
+                    span.reason = Reason.DECLINED if request.hit < span.stop else Reason.EXACT
         else:
             request.pieces = self.planner.plan(request, wish, spent)
         request.publish_report()

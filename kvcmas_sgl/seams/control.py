@@ -19,9 +19,9 @@ from sglang.srt.managers.io_struct import SetInternalStateReq
 from sglang.srt.utils.auth import AuthLevel, auth_level
 
 from kvcmas_sgl.config import ConfigError
+from kvcmas_sgl.seams.scheduler import STATE_KEY
 from kvcmas_sgl.switches import check, to_numbers
 
-STATE_KEY = "kvcmas"
 STATS, SETTINGS = "/kvcmas/stats", "/kvcmas/settings"
 
 
@@ -37,6 +37,8 @@ def add_routes() -> None:
 async def stats() -> JSONResponse:
     """Totals and the edge table of every rank."""
     states = await _states()
+    if not all(states):
+        return _error(500, "the totals could not be read: the server's log says why.")
     return JSONResponse({"ranks": [{name: state[name] for name in state if name != "recent"} for state in states]})
 
 
@@ -52,7 +54,7 @@ async def settings(request: Request) -> JSONResponse:
     updated = await _manager().set_internal_state(SetInternalStateReq(server_args=to_numbers(values)))
     if not all(updated):
         return _error(500, f"the settings were refused by {updated.count(False)} of {len(updated)} schedulers.")
-    return JSONResponse({"ranks": [state["settings"] for state in await _states()]})
+    return JSONResponse({"ranks": [state.get("settings") for state in await _states()]})
 
 
 def _error(status: int, message: str) -> JSONResponse:
@@ -66,4 +68,4 @@ def _manager() -> Any:
 
 
 async def _states() -> list[dict[str, Any]]:
-    return [state[STATE_KEY] for state in await _manager().get_internal_state()]
+    return [state.get(STATE_KEY, {}) for state in await _manager().get_internal_state()]

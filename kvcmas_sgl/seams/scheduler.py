@@ -24,6 +24,9 @@ logger = logging.getLogger(__name__)
 _NAMESPACE = f"kvcmas:{secrets.token_hex(16)}:"
 _AUTO = "auto"
 
+STATE_KEY = "kvcmas"
+"""Where our totals are in SGLang's internal state."""
+
 
 def after_create_generation_req(req: Any, scheduler: Any, recv_req: Any, *args: Any, **kwargs: Any) -> None:
     """After ``Scheduler._create_generation_req``: bind the hint, and move the request to its role's namespace."""
@@ -79,8 +82,14 @@ def around_on_idle(original: Callable[[Any], None], scheduler: Any) -> None:
 def after_get_internal_state(result: Any, scheduler: Any, *args: Any) -> None:
     """After ``Scheduler.get_internal_state``: our totals, under ``kvcmas`` in ``/server_info``."""
     cache = _cache(scheduler)
-    if cache is not None:
-        result.internal_state["kvcmas"] = cache.state()
+    if cache is None:
+        return
+    try:
+        result.internal_state[STATE_KEY] = cache.state()
+    except Exception:
+        # Whoever asks for totals must not end the scheduler.
+        cache.statistics.fallbacks += 1
+        logger.exception("kvcmas: the totals could not be read.")
 
 
 def around_set_internal_state(original: Callable[..., Any], scheduler: Any, recv_req: Any) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,8 +14,10 @@ from kvcmas_sgl.radix_ext.estimators import Edge
 from kvcmas_sgl.radix_ext.gate import MIN_PAIRS
 from kvcmas_sgl.radix_ext.sources import edge
 from prometheus_client import CollectorRegistry
+from sglang.srt.managers.io_struct import GetInternalStateReqOutput, SetInternalStateReq, SetInternalStateReqOutput
 
 from kvcmas_sgl import metrics
+from kvcmas_sgl.seams.scheduler import after_get_internal_state, around_set_internal_state
 from kvcmas_sgl.switches import Switches
 from tests.tree.harness import CRITIC, PLANNER, Tree, document, learned, sources_of
 
@@ -122,6 +125,8 @@ def test_dense_only_learning_reuses_nothing_and_learns_on() -> None:
     report = CRITIC.read(tree, document(9))
     assert (report["reason"], report["corrected_tokens"]) == ("declined", 0)
     assert tree.cache.estimators["affine"].spans_seen(on) == spans + 1
+    # Its own exact KV is no reuse that could be declined.
+    assert CRITIC.read(tree, document(9))["reason"] == "exact"
     tree.cache.switch(Switches("on", 0.05))
     PLANNER.read(tree, document(10))
     assert CRITIC.read(tree, document(10))["reason"] == "reused"
@@ -202,3 +207,32 @@ def test_a_decision_is_logged_with_its_request(caplog: pytest.LogCaptureFixture)
     assert f'request "r{tree.served}" role="critic" reason=reused' in line and "budget=0.05;" in line
     assert f'source="planner" estimator={report["estimator"]}' in line
     assert f"corrected={report['corrected_tokens']} computed={report['computed_tokens']} " in line
+
+
+def test_a_message_that_is_not_only_ours_is_left_to_sglang() -> None:
+    tree, passed_on = Tree(), []
+
+    def original(scheduler: object, message: SetInternalStateReq) -> SetInternalStateReqOutput:
+        passed_on.append(message.server_args)
+        return SetInternalStateReqOutput(updated=False)
+
+    def send(**numbers: float) -> bool:
+        message = SetInternalStateReq(server_args=numbers)
+        return around_set_internal_state(original, SimpleNamespace(tree_cache=tree.cache), message).updated
+
+    theirs = [{"pp_max_micro_batch_size": 8}, {"kvcmas_max_kl": 0.5, "pp_max_micro_batch_size": 8}, {}]
+    assert [send(**numbers) for numbers in theirs] == [False] * 3 and passed_on == theirs
+    assert not send(kvcmas_max_kl=11) and tree.cache.switches == Switches("on", 0.05)
+    assert send(kvcmas_max_kl=0.5, kvcmas_mode=1) and tree.cache.switches == Switches("learn", 0.5)
+    assert len(passed_on) == 3
+
+
+def test_totals_that_cannot_be_read_do_not_end_the_scheduler(monkeypatch: pytest.MonkeyPatch) -> None:
+    tree = Tree()
+    scheduler, result = SimpleNamespace(tree_cache=tree.cache), GetInternalStateReqOutput(internal_state={"tp_size": 1})
+    monkeypatch.setattr(tree.cache.gate, "evidence", lambda limit: 1 // 0)
+    after_get_internal_state(result, scheduler)
+    assert result.internal_state == {"tp_size": 1} and tree.cache.statistics.fallbacks == 1
+    monkeypatch.undo()
+    after_get_internal_state(result, scheduler)
+    assert result.internal_state["kvcmas"]["fallbacks"] == 1
