@@ -135,8 +135,9 @@ class Statistics:
 
     def held_out(self, expected: Expected | None, *, error: float, kl: float | None) -> None:
         """Count a held-out pair: measured relative error and, where audited, KL (nats), beside what was expected."""
-        outcome = self.held_out_errors.count(error, expected and expected.error)
-        audit = None if kl is None else self.held_out_kl.count(kl, expected and expected.kl)
+        outcome = self.held_out_errors.count(error, None if expected is None else expected.error)
+        predicted = None if expected is None else expected.kl
+        audit = None if kl is None else self.held_out_kl.count(kl, predicted)
         self._tell(lambda listener: listener.on_held_out(outcome, kl, audit))
 
     def changed(self) -> None:
