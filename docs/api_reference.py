@@ -9,7 +9,6 @@ import argparse
 import html
 import importlib
 import inspect
-import os
 import pkgutil
 import pydoc
 import tomllib
@@ -54,7 +53,6 @@ def main() -> None:
     if not environment.has_gpu():
         environment.prepare_environment()
     packages = tomllib.loads(_PROJECT.read_text())["tool"]["setuptools"]["packages"]
-    os.environ.setdefault("TRITON_INTERPRET", "1")
     found = write(packages, arguments.to)
     print(f"{len(found)} modules: {arguments.to / 'index.html'}")
 
