@@ -61,6 +61,8 @@ class Exporter:
         self._audited = kl("audited_kl", "KL of corrections as audits measured it, nats.")
         self._held_out = counter("held_out", "Held-out pairs by their KV error beside the prediction.", "outcome")
         self._audits = counter("audits", "Audited pairs by their KL beside the prediction.", "outcome")
+        self._checked = kl("checked_kl", "KL of reused requests as checks measured it, nats.")
+        self._checks = counter("checks", "Checked requests by their KL beside the budget.", "outcome")
         self._fallbacks = counter("fallbacks", "Internal failures that ended in a dense prefill.")
         self._dropped = counter("jobs_dropped", "Learning jobs and audits that were given up.")
         self._seconds = counter("seconds", "Time of the scheduler's thread, seconds.", "step")
@@ -90,6 +92,11 @@ class Exporter:
             self._audits.labels(audit).inc()
             # An audit's KL is a mean of differences in fp32: it may be a little below zero.
             self._audited.observe(max(kl, 0.0))
+        self.on_change()
+
+    def on_check(self, kl: float, over_budget: bool) -> None:
+        self._checks.labels("above" if over_budget else "inside").inc()
+        self._checked.observe(max(kl, 0.0))
         self.on_change()
 
     def on_change(self) -> None:

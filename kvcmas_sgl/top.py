@@ -62,6 +62,7 @@ def _totals(state: Mapping[str, Any]) -> list[str]:
         f"prompt tokens  {shares}",
         "spans          " + "  ".join(f"{reason} {count:,}" for reason, count in reasons),
         f"predictions    KV error: {_held(errors)}   KL: {_held(audits)}",
+        f"reuse, checked {_checks(state)}",
         f"state          {_bytes(state['state_bytes'])} of {_bytes(state['budget_bytes'])}: own deltas "
         f"{_bytes(state['own_delta_bytes'])}, estimators {_bytes(estimators)}; sources {state['sources']:,} "
         f"with {state['source_tokens']:,} tokens",
@@ -126,6 +127,15 @@ def _plain(name: str, longest: int = 24) -> str:
 def _held(outcomes: Mapping[str, int]) -> str:
     known = outcomes["inside"] + outcomes["above"]
     return f"{outcomes['above']} of {known} above, {outcomes['unpredicted']} had none"
+
+
+def _checks(state: Mapping[str, Any]) -> str:
+    count = state["checks"]
+    if not count:
+        return "no request yet"
+    return (
+        f"mean KL {state['checked_kl'] / count:.2g} of {count:,} requests, {state['checks_over_budget']:,} above budget"
+    )
 
 
 def _share(part: int, total: int) -> str:

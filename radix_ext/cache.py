@@ -126,7 +126,7 @@ class DeltaRadixCache(UnifiedRadixCache):
         checker = Checker(
             share=config.check_share,
             estimator=config.estimator,
-            budget=config.max_kl,
+            budget=lambda: self.switches.max_kl,
             gate=self.gate,
             auditor=auditor,
             harvester=harvester,

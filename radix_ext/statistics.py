@@ -83,6 +83,9 @@ class Listener(Protocol):
     def on_held_out(self, error: str, kl: float | None, audit: str | None) -> None:
         """A held-out pair: how its KV error came out beside the prediction and, where audited, its KL (nats)."""
 
+    def on_check(self, kl: float, over_budget: bool) -> None:
+        """A request that was reused was computed densely after all, and compared: KL, nats."""
+
     def on_change(self) -> None:
         """Something that is held or switched has changed."""
 
@@ -139,6 +142,13 @@ class Statistics:
         predicted = None if expected is None else expected.kl
         audit = None if kl is None else self.held_out_kl.count(kl, predicted)
         self._tell(lambda listener: listener.on_held_out(outcome, kl, audit))
+
+    def checked(self, kl: float, *, over_budget: bool) -> None:
+        """Count a check of a request that was reused: the KL of what the client got, nats."""
+        self.checks += 1
+        self.checked_kl += kl
+        self.checks_over_budget += over_budget
+        self._tell(lambda listener: listener.on_check(kl, over_budget))
 
     def changed(self) -> None:
         """Tell the listeners to look again."""

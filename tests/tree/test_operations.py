@@ -107,12 +107,17 @@ def test_metrics_are_the_totals() -> None:
     assert (seen["kvcmas:mode", "on"], seen["kvcmas:mode", "off"], seen["kvcmas:max_kl", ""]) == (0, 1, 0.01)
 
 
-def test_audits_reach_the_metrics() -> None:
+def test_audits_and_checks_reach_the_metrics() -> None:
     tree, registry = Tree(), CollectorRegistry()
     metrics.export(tree.cache, registry)
     tree.cache.statistics.held_out(None, error=0.1, kl=0.004)
     seen = values(registry)
     assert seen["kvcmas:audits_total", "unpredicted"] == 1 and seen["kvcmas:audited_kl_sum", ""] == 0.004
+    tree.cache.statistics.checked(0.006, over_budget=False)
+    tree.cache.statistics.checked(0.1, over_budget=True)
+    seen = values(registry)
+    assert seen["kvcmas:checks_total", "inside"] == seen["kvcmas:checks_total", "above"] == 1
+    assert seen["kvcmas:checked_kl_sum", ""] == pytest.approx(0.106)
 
 
 def test_dense_only_learning_reuses_nothing_and_learns_on() -> None:

@@ -44,6 +44,9 @@ class Broken:
     def on_held_out(self, error: str, kl: float | None, audit: str | None) -> None:
         raise RuntimeError("injected")
 
+    def on_check(self, kl: float, over_budget: bool) -> None:
+        raise RuntimeError("injected")
+
     def on_change(self) -> None:
         raise RuntimeError("injected")
 
@@ -53,5 +56,7 @@ def test_a_listener_that_fails_is_counted_and_nothing_else() -> None:
     statistics.listeners.append(Broken())
     statistics.record("r", Report("critic", 9, spans=[SpanReport(0, 5)]))
     statistics.held_out(None, error=0.1, kl=None)
+    statistics.checked(0.5, over_budget=True)
     statistics.changed()
-    assert (statistics.fallbacks, statistics.requests, statistics.held_out_errors.unpredicted) == (3, 1, 1)
+    assert (statistics.fallbacks, statistics.requests, statistics.held_out_errors.unpredicted) == (4, 1, 1)
+    assert (statistics.checks, statistics.checks_over_budget, statistics.checked_kl) == (1, 1, 0.5)

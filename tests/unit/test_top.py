@@ -38,6 +38,9 @@ STATE: dict[str, Any] = {
     "reasons": {"edge_unknown": 3, "reused": 9},
     "held_out_errors": {"unpredicted": 2, "inside": 7, "above": 1},
     "held_out_kl": {"unpredicted": 2, "inside": 3, "above": 0},
+    "checks": 4,
+    "checked_kl": 0.01,
+    "checks_over_budget": 1,
     "state_bytes": 5 << 20,
     "own_delta_bytes": 1 << 20,
     "budget_bytes": 1 << 30,
@@ -65,6 +68,7 @@ def test_the_tables_hold_what_the_state_says() -> None:
     assert "mode on  budget 0.02 nats  requests 12" in text
     assert "corrected 20,480 (82%)" in text and "reused 9  edge_unknown 3" in text
     assert "KV error: 1 of 8 above, 2 had none   KL: 0 of 3 above, 2 had none" in text
+    assert "reuse, checked mean KL 0.0025 of 4 requests, 1 above budget" in text
     assert "5 MiB of 1.0 GiB: own deltas 1 MiB, estimators 4 MiB" in text
     assert cells(text, "critic") == ["critic", "9", "500", "20,480", "3,020", "87%"]
     assert cells(text, "(other roles)")[2:] == ["3", "500", "0", "500", "50%"]
@@ -107,7 +111,7 @@ def test_no_name_of_a_client_reaches_the_terminal_as_a_command() -> None:
 
 
 def test_an_idle_server_has_empty_tables() -> None:
-    idle = {**STATE, "requests": 0, "roles": [], "edge_table": [], "reasons": {}}
+    idle = {**STATE, "requests": 0, "roles": [], "edge_table": [], "reasons": {}, "checks": 0}
     idle |= {"exact_tokens": 0, "corrected_tokens": 0, "computed_tokens": 0}
     assert "exact 0 (-)" in top.render([idle], 400)
 
