@@ -1,14 +1,3 @@
-name                               labels   meaning
-=================================  =======  =====================================================
-``kvcmas:requests_total``          auto     agent requests: ``false`` with a hint, ``true`` found by content
-``kvcmas:spans_total``             reason   shared spans by what happened to them
-``kvcmas:prompt_tokens_total``     kind     prompt tokens: ``exact``, ``corrected``, ``computed``
-``kvcmas:predicted_kl``            --       histogram of the predicted KL of prompts with corrected KV, nats
-``kvcmas:fallbacks_total``         --       internal failures that ended in a dense prefill
-``kvcmas:state_bytes``             part     bytes held: ``own_deltas``, ``estimators``
-``kvcmas:state_saves_total``       outcome  attempts to save learned state: ``saved``, ``failed``
-=================================  =======  =====================================================
-=======
 """Prometheus metrics, beside SGLang's own at ``/metrics``; docs/operations.md says what to do with them.
 
 Labels take values from closed lists only: a client cannot grow their number.
@@ -66,6 +55,7 @@ class Exporter:
         self._fallbacks = counter("fallbacks", "Internal failures that ended in a dense prefill.")
         self._dropped = counter("jobs_dropped", "Learning jobs and audits that were given up.")
         self._seconds = counter("seconds", "Time of the scheduler's thread, seconds.", "step")
+        self._saves = counter("state_saves", "Attempts to save learned state.", "outcome")
         self._state = gauge("state_bytes", "Bytes held.", "part")
         self._budget = gauge("state_budget_bytes", "Bytes that may be held.")
         self._edges = gauge("edges", "Edges with held-out pairs, once for each way to correct them.")
@@ -103,6 +93,8 @@ class Exporter:
         cache, totals = self._cache, self._cache.statistics
         self._mirror(self._fallbacks, "", totals.fallbacks)
         self._mirror(self._dropped, "", totals.jobs_dropped)
+        self._mirror(self._saves, "saved", totals.state_saves)
+        self._mirror(self._saves, "failed", totals.state_failures)
         for step in _STEPS:
             self._mirror(self._seconds, step, getattr(totals, f"{step}_seconds"))
         self._state.labels("own_deltas").set(cache.deltas.nbytes)
