@@ -7,7 +7,7 @@ REPORTS := reports
 
 .DEFAULT_GOAL := help
 .PHONY: help setup lock demo examples test lint unit kernels engine server state-machine bench-attention bench-kernels \
-	bench-spans bench-quality gpu-check clean
+	bench-spans bench-quality gpu-check docs clean
 
 help: ## Show this help
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -73,6 +73,9 @@ bench-spans: setup ## Several spans a prompt, agents at once: throughput against
 bench-quality: setup ## Every reuse method on the same multi-agent prompts (reports/quality.html); QUICK=1 takes minutes
 	$(BIN)/python -m benchmarks.quality --reports $(REPORTS) $(if $(QUICK),--quick)
 	$(BIN)/python -m benchmarks.quality.budget --reports $(REPORTS) $(if $(QUICK),--quick)
+
+docs: setup ## API reference from the docstrings (build/api/index.html)
+	$(BIN)/python docs/api_reference.py --to build/api
 
 gpu-check: setup ## What needs a GPU: correctness and time of the correction op, serving (reports/gpu_check.json)
 	$(BIN)/python -m benchmarks.gpu_check --reports $(REPORTS)

@@ -13,6 +13,7 @@ A request without an agent hint passes straight through. Any failure ends in a d
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import math
 import time
@@ -24,6 +25,8 @@ from kvcmas_sgl.radix_ext.agent_prefixes import AgentPrefixes
 from kvcmas_sgl.radix_ext.audit import Auditor
 from kvcmas_sgl.radix_ext.checks import Checker, Held
 from kvcmas_sgl.radix_ext.decision import Reason
+from kvcmas_sgl.radix_ext.decision_log import decision_line
+from kvcmas_sgl.radix_ext.edge_table import edge_table
 from kvcmas_sgl.radix_ext.estimators import ESTIMATORS, make_estimator
 from kvcmas_sgl.radix_ext.gate import Gate
 from kvcmas_sgl.radix_ext.harvest import Harvester
@@ -44,6 +47,7 @@ from sglang.srt.mem_cache.unified_cache.components import ComponentType
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
 from kvcmas_sgl.config import KvcmasConfig
+from kvcmas_sgl.switches import Switches
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
@@ -51,6 +55,9 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 
 logger = logging.getLogger(__name__)
+
+_ROUNDING = 1 + 1e-6
+"""The KL of a piece is kept per token and summed up again."""
 
 
 class DeltaRadixCache(UnifiedRadixCache):
@@ -68,6 +75,7 @@ class DeltaRadixCache(UnifiedRadixCache):
 
     def __init__(self, params: CacheInitParams, *, config: KvcmasConfig, view: KVView) -> None:
         self.config = config
+        self.switches = Switches.of(config)
         self.view = view
         self.sources = SourceIndex(config.min_span)
         self.prefixes = AgentPrefixes()
@@ -99,6 +107,7 @@ class DeltaRadixCache(UnifiedRadixCache):
             view,
             self.estimators,
             self.gate,
+            self.statistics,
             own_rank=config.own_rank,
             audited=config.estimator,
             slots_of=self.spans.slots,
@@ -119,7 +128,7 @@ class DeltaRadixCache(UnifiedRadixCache):
         checker = Checker(
             share=config.check_share,
             estimator=config.estimator,
-            budget=config.max_kl,
+            budget=lambda: self.switches.max_kl,
             gate=self.gate,
             auditor=auditor,
             harvester=harvester,
@@ -173,11 +182,12 @@ class DeltaRadixCache(UnifiedRadixCache):
         if request.generation != self.generation:
             request.generation, request.lessons = self.generation, []
         corrected_from = self.spans.exact_length(result.last_device_node)
-        declined = self._declined(request)
-        if corrected_from is not None and declined:
+        declined, wish = self._declined(request), self._wish(request)
+        # A budget that was lowered holds for what was corrected before, too.
+        if corrected_from is not None and (declined or self._kl_of_hit(result) > wish.max_kl * _ROUNDING):
             result = self.spans.cut(result, corrected_from)
             corrected_from = None
-        request.hit, request.limit = result.device_prefix_len, limit
+        request.hit, request.limit, request.budget = result.device_prefix_len, limit, wish.max_kl
         request.placed = []
         spent = self._count_hit(request, result)
         if request.searched != self.sources.version:
@@ -187,10 +197,10 @@ class DeltaRadixCache(UnifiedRadixCache):
                 spent = self._count_hit(request, result)
         if declined:
             for span in request.report.spans:
-                if not request.settled and request.hit < span.stop:
-                    span.reason = Reason.DECLINED
+                if not request.settled:
+                    span.reason = Reason.DECLINED if request.hit < span.stop else Reason.EXACT
         else:
-            request.pieces = self.planner.plan(request, self._wish(request), spent)
+            request.pieces = self.planner.plan(request, wish, spent)
         request.publish_report()
         return result
 
@@ -212,7 +222,7 @@ class DeltaRadixCache(UnifiedRadixCache):
         """Report the exact cache's hit; returns the predicted KL, nats, of the corrected KV in it."""
         marks = self.spans.marks(result.last_device_node)
         first = min((start for _, start, _ in marks), default=request.hit)
-        spent = sum(mark.kl_per_token * (stop - start) for mark, start, stop in marks)
+        spent = self._kl_of_hit(result)
         report = request.report
         if request.settled:
             return spent
@@ -233,6 +243,11 @@ class DeltaRadixCache(UnifiedRadixCache):
                 span.predicted_kl = own[-1].kl_per_token * span.corrected_tokens
         return spent
 
+    def _kl_of_hit(self, result: MatchResult) -> float:
+        """Predicted KL, nats, of the corrected KV in an exact-cache hit."""
+        marks = self.spans.marks(result.last_device_node)
+        return sum(mark.kl_per_token * (stop - start) for mark, start, stop in marks)
+
     def _declined(self, request: AgentRequest) -> bool:
         return (request.hint is not None and request.hint.reuse == "never") or self._policy(request) == "learn"
 
@@ -243,20 +258,27 @@ class DeltaRadixCache(UnifiedRadixCache):
             max_kl = math.inf
         return Wish(
             estimator,
-            self.config.max_kl if max_kl is None else max_kl,
+            self.switches.max_kl if max_kl is None else max_kl,
             self.config.head if head is None else head,
         )
 
     def _policy(self, request: AgentRequest) -> str:
         override = request.hint.policy if request.hint and self.config.allow_overrides else None
-        return override or self.config.policy
+        if self.switches.mode == "off":
+            return "learn"
+        if self.switches.mode == "learn":
+            return override or "learn"
+        return override or ("always" if self.config.policy == "always" else "gated")
 
     # ---- a pass ----
 
     def continue_plan(self, req: Req) -> None:
         """Before a further chunk of a prompt: keep what is left of its plan and still resident."""
         request = agent_request(req)
-        if request is None or self.disable or self._declined(request):
+        if request is None or self.disable:
+            return
+        if self._declined(request):
+            request.pieces = []
             return
         try:
             request.pieces = [part for piece in request.pieces if (part := piece.cut(req.prefix_len, request.limit))]
@@ -356,9 +378,16 @@ class DeltaRadixCache(UnifiedRadixCache):
         self.statistics.record(req.rid, request.report)
         level = self.config.log_decisions
         if level == "all" or (level == "refused" and request.report.reason is not Reason.REUSED):
-            logger.info("kvcmas: request %s %s", req.rid, request.report.as_dict())
+            logger.info("kvcmas: %s", decision_line(req.rid, request.report, request.budget))
 
     # ---- bookkeeping ----
+
+    def switch(self, switches: Switches) -> None:
+        """Let other switches hold from the next match on."""
+        self.learner.pause(switches.mode == "off")
+        logger.info("kvcmas: settings are now mode=%s max_kl=%s", switches.mode, switches.max_kl)
+        self.switches = switches
+        self.statistics.changed()
 
     def _take_free(self, count: int) -> torch.Tensor | None:
         """Slots for a while, without evicting anything."""
@@ -376,13 +405,16 @@ class DeltaRadixCache(UnifiedRadixCache):
         """Totals and sizes, JSON-compatible."""
         return {
             **self.statistics.as_dict(),
+            "settings": dataclasses.asdict(self.switches),
             "learning": len(self.learner),
             "sources": len(self.sources),
             "source_tokens": self.sources.tokens,
             "own_deltas": len(self.deltas),
             "own_delta_bytes": self.deltas.nbytes,
             "state_bytes": self.learner.state_bytes,
+            "budget_bytes": self.config.state_bytes,
             "edges": {name: len(list(estimator.edges())) for name, estimator in self.estimators.items()},
+            "edge_table": edge_table(self.gate, self.estimators, self.statistics),
         }
 
     def failed(self, request: AgentRequest | None, where: str) -> None:

@@ -49,7 +49,7 @@ class Checker:
     estimator
         Whose held-out pairs tell whether an edge is young.
     budget
-        Largest predicted KL, nats, that requests are reused under.
+        Gives the largest predicted KL, nats, that requests are reused under.
     hold, release
         ``hold`` pins a tree node's path and gives it and a lock, or None when it is gone.
     allocate, free
@@ -61,7 +61,7 @@ class Checker:
         *,
         share: float,
         estimator: str,
-        budget: float,
+        budget: Callable[[], float],
         gate: Gate,
         auditor: Auditor,
         harvester: Harvester,
@@ -147,9 +147,7 @@ class Checker:
             self._free(own)
 
     def _record(self, kl: float) -> None:
-        self._statistics.checks += 1
-        self._statistics.checked_kl += kl
-        self._statistics.checks_over_budget += kl > self._budget
+        self._statistics.checked(kl, over_budget=kl > self._budget())
 
     def _learn(
         self, request: AgentRequest, answer: Sequence[int], dense: Tensor, jobs: Sequence[HarvestJob], forward: Forward

@@ -15,6 +15,7 @@ a margin that is the larger the fewer there are. Errors along a chain add; the K
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import OrderedDict, deque
 from dataclasses import dataclass
@@ -61,6 +62,21 @@ class Expected:
 
     error: float
     kl: float
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What is known of an edge, for who reads it: what is expected of a span as long as the newest one was, beside
+    what was measured there. ``audited_kl`` (nats) is that of the newest audited pair."""
+
+    edge: Edge
+    estimator: str
+    pairs: int
+    audits: int
+    tokens: int
+    expected: Expected | None
+    measured_error: float
+    audited_kl: float | None
 
 
 class Gate:
@@ -120,6 +136,28 @@ class Gate:
 
     def _audited(self, edge: Edge, estimator: str) -> list[HeldOut]:
         return [pair for pair in self._pairs.get((edge, estimator), ()) if pair.kl is not None]
+
+    def evidence(self, limit: int) -> list[Evidence]:
+        """Of the ``limit`` edges that learned last, newest first."""
+        found = []
+        for (edge, estimator), pairs in itertools.islice(reversed(self._pairs.items()), limit):
+            newest, audited = pairs[-1], self._audited(edge, estimator)
+            found.append(
+                Evidence(
+                    edge,
+                    estimator,
+                    len(pairs),
+                    len(audited),
+                    newest.tokens,
+                    self.expect(edge, estimator, newest.tokens),
+                    math.sqrt(newest.q / newest.tokens),
+                    audited[-1].kl if audited else None,
+                )
+            )
+        return found
+
+    def __len__(self) -> int:
+        return len(self._pairs)
 
     def drop(self, edge: Edge) -> None:
         """Forget an edge under every estimator."""

@@ -9,6 +9,7 @@ only its left ones take a pass over all rows.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
@@ -21,6 +22,7 @@ from kvcmas_sgl.radix_ext.heavy import heavy_tokens, with_heavy
 from kvcmas_sgl.radix_ext.kv_view import KVView, SampledRows
 from kvcmas_sgl.radix_ext.lowrank import row_space
 from kvcmas_sgl.radix_ext.sources import Source, edge
+from kvcmas_sgl.radix_ext.statistics import Statistics
 from kvcmas_sgl.triton_kernels import Delta
 from torch import Tensor
 
@@ -93,6 +95,7 @@ class Harvester:
         view: KVView,
         estimators: Mapping[str, Estimator],
         gate: Gate,
+        statistics: Statistics,
         *,
         own_rank: int,
         audited: str,
@@ -102,6 +105,7 @@ class Harvester:
         self.view = view
         self.estimators = estimators
         self.gate = gate
+        self.statistics = statistics
         self.own_rank = own_rank
         self.audited = audited
         self.slots_of = slots_of
@@ -175,7 +179,9 @@ class Harvester:
             for way, meter in enumerate(ways):
                 kl = job.audits.get((on, bool(way))) if name == self.audited else None
                 called = with_heavy(name) if way else name
+                expected = self.gate.expect(on, called, job.length)
                 self.gate.record(on, called, squared_error=meter.squared_error, tokens=job.length, kl=kl)
+                self.statistics.held_out(expected, error=math.sqrt(meter.squared_error), kl=kl)
         for estimator in self.estimators.values():
             estimator.finish(on)
         yield

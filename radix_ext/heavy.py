@@ -32,6 +32,8 @@ FEWEST, MOST = 8, 32
 DEFINITION = f"{SHARE:.5f} of the tokens, {FEWEST} to {MOST}, by layers {STRIDE} apart"
 """Which tokens they are: what was measured with others of them computed says nothing of these."""
 
+_WITH_HEAVY = "+heavy"
+
 
 def score_steps(view: KVView, slots: Tensor, start: int, sink: int, scores: np.ndarray) -> Iterator[None]:
     """Add to ``scores``, fp32 [n], how far the keys of a span point where the sink's does; one step a layer.
@@ -60,7 +62,12 @@ def heavy_offsets(scores: np.ndarray, head: int) -> np.ndarray:
 
 def with_heavy(estimator: str) -> str:
     """Under which name the gate knows corrections by an estimator when heavy hitters are computed."""
-    return f"{estimator}+heavy"
+    return f"{estimator}{_WITH_HEAVY}"
+
+
+def plain_name(estimator: str) -> str:
+    """The estimator behind a name that the gate knows (`with_heavy`)."""
+    return estimator.removesuffix(_WITH_HEAVY)
 
 
 def heavy_tokens(base: Base, length: int, head: int) -> np.ndarray | None:

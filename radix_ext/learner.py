@@ -63,6 +63,7 @@ class Learner:
         self._jobs: deque[_Job] = deque()
         self.version = 0
         """Changes with what was learned."""
+        self.paused = False
 
     def __len__(self) -> int:
         """Jobs that are waiting or under way."""
@@ -85,7 +86,7 @@ class Learner:
         ``needs_model``: only an idle server may run it. ``again`` begins it anew: it holds memory while it runs.
         """
         self._jobs.append(_Job(steps, needs_model, again))
-        if len(self._jobs) > MAX_JOBS:
+        if len(self._jobs) > MAX_JOBS or self.paused:
             self._drop()
 
     def interrupt(self) -> None:
@@ -98,6 +99,12 @@ class Learner:
             return
         job.steps.close()
         job.steps, job.restarts = job.again(), job.restarts - 1
+
+    def pause(self, paused: bool) -> None:
+        """Drop what waits and take nothing in, or go on; what was learned stays."""
+        self.paused = paused
+        while paused and self._jobs:
+            self._drop()
 
     def step(self, *, idle: bool = True) -> bool:
         """Take one short step; False when nothing waits. A job that fails is dropped and counted.
@@ -128,6 +135,8 @@ class Learner:
             self._statistics.audit_seconds += spent
         else:
             self._statistics.learn_seconds += spent
+        if done:
+            self._statistics.changed()
         return True
 
     def stop(self) -> None:

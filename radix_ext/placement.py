@@ -16,8 +16,8 @@ from kvcmas_sgl.radix_ext.kv_view import KVView
 from kvcmas_sgl.radix_ext.node_marks import Provenance
 from kvcmas_sgl.radix_ext.planner import Planner
 from kvcmas_sgl.radix_ext.request import AgentRequest, Placed
-from kvcmas_sgl.radix_ext.sources import Source
-from kvcmas_sgl.radix_ext.statistics import Statistics
+from kvcmas_sgl.radix_ext.sources import Source, edge
+from kvcmas_sgl.radix_ext.statistics import Statistics, Use
 from kvcmas_sgl.triton_kernels import Segment
 from torch import Tensor
 
@@ -145,6 +145,8 @@ class Placer:
         if request.settled:
             return
         count, report = piece.tokens, request.report
+        use = Use(1, exact_tokens=count) if piece.exact else Use(1, corrected_tokens=count)
+        self._statistics.placed(edge(piece.base.agent, request.agent(piece.start)), use)
         span = report.spans[piece.span]
         if piece.exact:
             span.exact_tokens += count

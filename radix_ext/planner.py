@@ -109,6 +109,7 @@ class Planner:
             elif not request.settled:
                 span, least = request.report.spans[choices[0].span], choices[-1]
                 span.reason = Reason.OVER_BUDGET
+                span.source, span.estimator = least.base.agent.role, least.estimator
                 span.predicted_error, span.predicted_kl = least.error, least.kl
         return sorted(taken, key=lambda piece: piece.start)
 

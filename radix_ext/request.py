@@ -53,6 +53,8 @@ class AgentRequest:
         Known content in each span, as of ``searched`` (a version of the source index).
     hit, limit
         The last match: length of the exact-cache hit, and the longest prefix that may come from a cache.
+    budget
+        Quality budget of the last match, nats.
     pieces
         What the next passes are to place; made by the last match.
     placed
@@ -85,6 +87,7 @@ class AgentRequest:
     searched: int = -1
     hit: int = 0
     limit: int = 0
+    budget: float = 0.0
     pieces: list[Piece] = field(default_factory=list)
     placed: list[Placed] = field(default_factory=list)
     held: list[object] = field(default_factory=list)

@@ -72,6 +72,12 @@ class Agent:
         """Name used for estimator edges."""
         return f"{self.role}#{self.prefix}@{self.place}"
 
+    @staticmethod
+    def read_key(key: str) -> tuple[str, str]:
+        """Role and place of the agent with a `key`."""
+        role, rest = key.rsplit("#", 1)
+        return role, rest.rsplit("@", 1)[1]
+
 
 @dataclass(eq=False)
 class Content:

@@ -14,7 +14,7 @@ from kvcmas_sgl.config import (
     config_from_arguments,
     published_config,
 )
-from kvcmas_sgl.seams import hooks
+from kvcmas_sgl.seams import control, hooks
 from kvcmas_sgl.support import UnsupportedSetupError, check_arguments, check_model, check_state_dir
 
 _on_command_line = False
@@ -47,6 +47,7 @@ def after_check_server_args(result: None, server_args: Any) -> None:
     # Settings may have been published after this process loaded its plugins.
     hooks.extend_server()
     hooks.check_complete()
+    control.add_routes()
     # Its ragged prefill reads the pool before the pass has written to it (see seams/forward.py); children inherit this.
     os.environ.setdefault("SGLANG_FLASHINFER_USE_PAGED", "1")
     try:

@@ -43,6 +43,7 @@ def extend_server() -> None:
     register(f"{_SCHEDULER}.on_idle", scheduler.around_on_idle, HookType.AROUND)
     register(f"{_SCHEDULER}.get_internal_state", scheduler.after_get_internal_state, HookType.AFTER)
     register(f"{_WEIGHTS}.record_weight_version_after_update", scheduler.after_weight_update, HookType.AFTER)
+    register(f"{_SCHEDULER}.set_internal_state", scheduler.around_set_internal_state, HookType.AROUND)
     register(
         f"{_STREAMER}.is_request_level_customized_info_key",
         scheduler.after_is_request_level_key,

@@ -8,9 +8,11 @@ from array import array
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from kvcmas_sgl.config import ConfigError
 from kvcmas_sgl.radix_ext.request import AgentRequest
 from kvcmas_sgl.radix_ext.sources import digest, scope_digest
 from kvcmas_sgl.seams.tokenizer import REPORT_KEY
+from kvcmas_sgl.switches import PREFIX
 from kvcmas_sgl.wire import OPT_OUT, AgentHint, HintError, check_range, find_hint
 
 if TYPE_CHECKING:
@@ -22,11 +24,14 @@ logger = logging.getLogger(__name__)
 _NAMESPACE = f"kvcmas:{secrets.token_hex(16)}:"
 _AUTO = "auto"
 
+STATE_KEY = "kvcmas"
+"""Where our totals are in SGLang's internal state."""
+
 
 def after_create_generation_req(req: Any, scheduler: Any, recv_req: Any, *args: Any, **kwargs: Any) -> None:
     """After ``Scheduler._create_generation_req``: bind the hint, and move the request to its role's namespace."""
     cache = _cache(scheduler)
-    if cache is None:
+    if cache is None or cache.switches.mode == "off":
         return
     hint = _hint(req)
     if hint is OPT_OUT or (hint is None and not cache.config.auto) or not _is_plain_text(recv_req, req):
@@ -92,8 +97,29 @@ def after_weight_update(result: None, updater: Any, *args: Any) -> None:
 def after_get_internal_state(result: Any, scheduler: Any, *args: Any) -> None:
     """After ``Scheduler.get_internal_state``: our totals, under ``kvcmas`` in ``/server_info``."""
     cache = _cache(scheduler)
-    if cache is not None:
-        result.internal_state["kvcmas"] = cache.state()
+    if cache is None:
+        return
+    try:
+        result.internal_state[STATE_KEY] = cache.state()
+    except Exception:
+        # Whoever asks for totals must not end the scheduler.
+        cache.statistics.fallbacks += 1
+        logger.exception("kvcmas: the totals could not be read.")
+
+
+def around_set_internal_state(original: Callable[..., Any], scheduler: Any, recv_req: Any) -> Any:
+    """Around ``Scheduler.set_internal_state``: a message that holds only our switches is ours."""
+    from sglang.srt.managers.io_struct import SetInternalStateReqOutput
+
+    cache, numbers = _cache(scheduler), recv_req.server_args
+    if cache is None or not numbers or not all(name.startswith(PREFIX) for name in numbers):
+        return original(scheduler, recv_req)
+    try:
+        cache.switch(cache.switches.changed(numbers))
+    except ConfigError as error:
+        logger.warning("kvcmas: the settings stay as they are: %s", error)
+        return SetInternalStateReqOutput(updated=False)
+    return SetInternalStateReqOutput(updated=True)
 
 
 def after_is_request_level_key(result: bool, streamer: Any, key: str) -> bool:

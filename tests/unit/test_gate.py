@@ -112,3 +112,14 @@ def test_an_audit_that_shows_nothing_does_not_make_an_edge_free() -> None:
 def test_a_span_without_any_error_costs_nothing() -> None:
     expected = gate_with((0.0, 100), (0.0, 100)).expect(EDGE, "affine", 100)
     assert expected is not None and expected.error == 0.0 and expected.kl == 0.0
+
+
+def test_the_evidence_is_the_newest_pair_beside_what_is_expected_there() -> None:
+    gate = gate_with((0.001, 1000), (0.003, 500))
+    gate.record(Edge("s", "b", "c"), "affine", squared_error=0.04, tokens=100, kl=0.002)
+    lonely, known = gate.evidence(9)
+    assert (known.edge, known.pairs, known.audits, known.tokens) == (EDGE, 2, 0, 500)
+    assert known.expected == gate.expect(EDGE, "affine", 500) and known.expected is not None
+    assert known.measured_error == pytest.approx(math.sqrt(0.003)) and known.audited_kl is None
+    assert lonely.expected is None and lonely.audited_kl == 0.002 and lonely.measured_error == pytest.approx(0.2)
+    assert gate.evidence(1) == [lonely] and len(gate) == 2

@@ -21,6 +21,7 @@ from kvcmas_sgl.radix_ext.harvest import (
 )
 from kvcmas_sgl.radix_ext.kv_view import KVView
 from kvcmas_sgl.radix_ext.sources import Agent, Content, Source
+from kvcmas_sgl.radix_ext.statistics import Statistics
 from kvcmas_sgl.triton_kernels import RotaryTable, rotate
 
 
@@ -86,6 +87,7 @@ def learned(rank: int, delta: torch.Tensor, backend: str) -> tuple[Rows, torch.T
         KVView(k, v, table, backend),
         {"none": make_estimator("none", layers=LAYERS, kv_heads=HEADS, head_dim=DIM, rank=4)},
         Gate(),
+        Statistics(),
         own_rank=rank,
         audited="none",
         slots_of=lambda source: at[source.agent.role],

@@ -141,3 +141,9 @@ def test_the_index_is_bounded_in_tokens(monkeypatch: pytest.MonkeyPatch) -> None
     assert index.tokens <= 100 and len(index) == 3
     assert index.find("s", np.array([7, *range(30)]), 0, 31) == []
     assert len(index.find("s", np.array([7, *range(19000, 19030)]), 0, 31)) == 1
+
+
+@pytest.mark.parametrize("role", ["critic", "a#b@c", "x@first#y"])
+def test_role_and_place_are_read_back_from_the_name_of_an_edge(role: str) -> None:
+    agent = Agent(role, token_digest(np.arange(3)), "s", module.Place.LATER)
+    assert Agent.read_key(agent.key) == (role, "later")
