@@ -54,11 +54,11 @@ def test_tokens_are_summed_by_role() -> None:
 
 
 def test_sheets_do_not_share_problems() -> None:
-    pages = sheets(12)
-    assert [page.count("Problem ") for page in pages] == [10] * 12
-    assert len(set("\n\n".join(pages).split("\n\n"))) >= 120
-    with pytest.raises(ValueError, match="13 sheets of 10 problems"):
-        sheets(13)
+    pages = sheets(14)
+    assert [page.count("Problem ") for page in pages] == [10] * 14
+    assert len(set("\n\n".join(pages).split("\n\n"))) >= 140
+    with pytest.raises(ValueError, match="15 sheets of 10 problems"):
+        sheets(15)
 
 
 def test_retrieval_puts_the_passage_with_most_words_first() -> None:
