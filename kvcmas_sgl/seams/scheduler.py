@@ -103,8 +103,7 @@ def after_get_internal_state(result: Any, scheduler: Any, *args: Any) -> None:
         result.internal_state[STATE_KEY] = cache.state()
     except Exception:
         # Whoever asks for totals must not end the scheduler.
-        cache.statistics.fallbacks += 1
-        logger.exception("kvcmas: the totals could not be read.")
+        cache.statistics.failed("reading the totals", "the answer comes without them")
 
 
 def around_set_internal_state(original: Callable[..., Any], scheduler: Any, recv_req: Any) -> Any:
