@@ -12,7 +12,6 @@ from benchmarks.workload.workflow import Hop, Part, Workflow
 from kvcmas_sgl.demo.prompts import PromptMaker
 from kvcmas_sgl.demo.roles import DOCUMENTS, load_documents
 
-
 _LENGTHS = 4
 """So many lengths of heads there are, in turn: an agent's head is the same among however many agents."""
 
