@@ -7,7 +7,7 @@ REPORTS := reports
 
 .DEFAULT_GOAL := help
 .PHONY: help setup lock demo examples test lint unit kernels engine server bench-attention bench-kernels bench-spans \
-	bench-quality gpu-check clean
+	bench-quality bench-serving gpu-check clean
 
 help: ## Show this help
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -70,6 +70,9 @@ bench-spans: setup ## Several spans a prompt, agents at once: throughput against
 bench-quality: setup ## Every reuse method on the same multi-agent prompts (reports/quality.html); QUICK=1 takes minutes
 	$(BIN)/python -m benchmarks.quality --reports $(REPORTS) $(if $(QUICK),--quick)
 	$(BIN)/python -m benchmarks.quality.budget --reports $(REPORTS) $(if $(QUICK),--quick)
+
+bench-serving: setup ## Real arrivals on real servers against stock SGLang (reports/serving.html); QUICK=1 takes 15 minutes
+	$(BIN)/python -m benchmarks.serving --reports $(REPORTS) $(if $(QUICK),--quick)
 
 gpu-check: setup ## What needs a GPU: correctness and time of the correction op, serving (reports/gpu_check.json)
 	$(BIN)/python -m benchmarks.gpu_check --reports $(REPORTS)
