@@ -25,7 +25,7 @@ _LEARNED, _TIMED = 2, 2
 
 
 def make_qwen2_like(folder: Path) -> None:
-    """Write bf16 weights in Qwen2-0.5B's shapes (24 layers, 896 wide, 14 heads, 2 KV heads); the vocabulary is SmolLM2's."""
+    """Write bf16 weights in the shapes of Qwen2-0.5B, but for the vocabulary, which is SmolLM2's."""
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     small = default_model()
