@@ -16,7 +16,6 @@ from benchmarks.serving.session import Measured, check_prompts, learn, measure, 
 from benchmarks.workload.arrivals import Arrivals, ClosedLoop, OpenLoop, poisson
 from benchmarks.workload.build import Builder, Shape
 from benchmarks.workload.figures import Slo, run_figures
-from benchmarks.workload.runner import HopResult
 from benchmarks.workload.text import TextSupply
 from benchmarks.workload.workflow import Workflow
 from kvcmas_sgl.demo.prompts import PromptMaker
@@ -120,9 +119,8 @@ class AgentBench:
             "load": load,
             "rate_per_s": rate,
             "slo": asdict(self.slo),
-            **ratios(found, OURS),
+            **comparison(found),
             "against_rotate_only": ratios(found, OURS, ROTATE),
-            "bounds": _bounds(found),
             "rows": [self.row(entry) for entry in found],
         }
 
@@ -133,9 +131,15 @@ class AgentBench:
             **run_figures(entry.run, self.slo),
             "server": asdict(entry.server),
             "scheduler_share": sum(entry.server.seconds.values()) / entry.run.seconds,
-            "bounds": _bounds([entry]),
             "run": entry.run.as_json(),
         }
+
+
+def comparison(found: Sequence[Measured]) -> dict[str, Any]:
+    """Ours over stock, and the bounds beside it, from what stock computed."""
+    hops = [hop for entry in found if entry.arm == RUST for hop in entry.run.hops if hop.reply.error is None]
+    best = bounds(hops)
+    return {**ratios(found, OURS), "bounds": best and best.as_json()}
 
 
 def ratios(found: Sequence[Measured], arm: str, against: str = RUST) -> dict[str, Any]:
@@ -176,14 +180,6 @@ def _workflow_seconds(found: Sequence[Measured]) -> list[list[float]]:
         names = dict.fromkeys(hop.workflow for hop in entry.run.hops)
         groups += [[entry.run.workflow_s[name]] if name in entry.run.workflow_s else [] for name in names]
     return groups
-
-
-def _bounds(found: Sequence[Measured]) -> dict[str, float] | None:
-    # All arms have the same prompts; one of them says it all.
-    arm = found[0].arm
-    hops: list[HopResult] = [hop for entry in found if entry.arm == arm for hop in entry.run.hops]
-    best = bounds([hop for hop in hops if hop.reply.error is None])
-    return best and best.as_json()
 
 
 def _limit(rows: Sequence[dict[str, Any]], arm: str) -> float:

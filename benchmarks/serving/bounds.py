@@ -1,7 +1,8 @@
 """What token arithmetic allows: every shared span that was read before is free, and a token costs the same everywhere.
 
-Stock SGLang computes all of a prompt but the agent's own head. Nobody can do with less than the head's end to the
-prompt's end without the spans that another agent has read. Waiting, decoding and what a correction costs are not in it.
+Stock SGLang computes what its exact prefix cache lacks. Nobody can do with less than a prompt's tokens behind the
+agent's head without the spans that another agent has read before. Waiting, decoding and what a correction costs are
+not in it.
 """
 
 from __future__ import annotations
@@ -28,18 +29,20 @@ class Bounds:
 
 
 def stock_tokens(hop: HopResult) -> int:
-    """Prompt tokens that an exact prefix cache computes once the agent's head is resident and the rest is new."""
-    return hop.prompt_tokens - hop.head_tokens
+    """Prompt tokens that stock SGLang computed; without its word, all behind the agent's head."""
+    computed = hop.reply.computed
+    return hop.prompt_tokens - hop.head_tokens if computed is None else computed
 
 
 def least_tokens(hop: HopResult) -> int:
-    """Prompt tokens that are left when all that was read before in the workflow is free."""
+    """Prompt tokens that are left when what was read before in the workflow is free, and what stock had cached."""
     known = zip(hop.spans, hop.reusable, strict=True)
-    return stock_tokens(hop) - sum(stop - start for (start, stop), seen in known if seen)
+    read = sum(stop - start for (start, stop), seen in known if seen)
+    return min(stock_tokens(hop), hop.prompt_tokens - hop.head_tokens - read)
 
 
 def bounds(hops: Sequence[HopResult]) -> Bounds | None:
-    """The bounds of one run's prompts, or None if no hop in it could reuse anything."""
+    """The bounds over hops as stock SGLang served them, or None if no hop in them could reuse anything."""
     reusing = [hop for hop in hops if hop.reuses]
     if not reusing:
         return None

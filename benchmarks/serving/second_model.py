@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.serving.agents import AgentBench, ratios
+from benchmarks.serving.agents import AgentBench, comparison
 from benchmarks.serving.arms import ARMS, OURS, RUST, Arm, Fleet
 from benchmarks.serving.plan import Plan
 from benchmarks.serving.session import learn
@@ -65,6 +65,6 @@ def measure_second_model(plan: Plan, prompts: PromptMaker, text: TextSupply, log
             found = bench.compare(builder.workflows(_TIMED, "timed-"), ClosedLoop(1), arms, "second model")
             rows = [bench.row(entry) for entry in found]
         shape = "Qwen2-0.5B's layers, random weights"
-        return {"model": shape, **ratios(found, OURS), "bounds": rows[0]["bounds"], "rows": rows}
+        return {"model": shape, **comparison(found), "rows": rows}
     finally:
         shutil.rmtree(folder, ignore_errors=True)

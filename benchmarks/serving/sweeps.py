@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from benchmarks.serving.agents import AgentBench, ratios
+from benchmarks.serving.agents import AgentBench, comparison
 from benchmarks.serving.arms import ARMS, OURS, RUST
 from benchmarks.serving.plan import SPREAD_DOCUMENT, Clock
 from benchmarks.serving.session import Measured, learn
@@ -67,7 +67,7 @@ def _point(bench: AgentBench, builder: Builder, name: str, x: float, more: int =
     flows = builder.workflows(more * bench.plan.sweep_workflows, f"{name}-{x}-")
     measured: Sequence[Measured] = bench.compare(flows, ClosedLoop(1), _ARMS, f"{name} {x}")
     rows = [bench.row(entry) for entry in measured]
-    return {"x": x, **ratios(measured, OURS), "bounds": rows[0]["bounds"], "rows": rows}
+    return {"x": x, **comparison(measured), "rows": rows}
 
 
 def _seconds(tokens: int, agents: int, workflows: int) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,9 @@ def test_bounds_count_what_a_prefix_cache_computes_and_what_is_left_without_read
     assert best.workflow_ratio == pytest.approx((90 + 30 + 30) / 270)
     assert best.throughput_ratio == pytest.approx(270 / 150)
     assert bounds([first]) is None
+    # Stock had read the document itself: nothing is left to gain.
+    cached = replace(second, reply=replace(second.reply, computed=25))
+    assert (stock_tokens(cached), least_tokens(cached)) == (25, 25)
 
 
 def test_ratios_compare_the_same_workflows_over_hops_that_reread():
@@ -186,8 +190,8 @@ def _found() -> dict[str, Any]:
         _measured(OURS, {"v": (4.0, 1.0), "w": (4.0, 1.0)}),
     ]
     rows = [bench.row(entry) for entry in measured]
-    poisson = {"load": 0.7, "rate_per_s": 0.04, "slo": {"ttft_s": 5.0, "tpot_s": 0.5}, **ratios(measured, OURS),
-               "bounds": rows[0]["bounds"], "rows": rows}  # fmt: skip
+    poisson = {"load": 0.7, "rate_per_s": 0.04, "slo": {"ttft_s": 5.0, "tpot_s": 0.5}, **comparison(measured),
+               "rows": rows}  # fmt: skip
     saturation = {"throughput_ratio": 2.5, "throughput_ratio_range": [2.4, 2.6],
                   "workflows_per_s": {RUST: 0.05, OURS: 0.125},
                   "rows": [{"level": 2, "repeat": 0, **row} for row in rows]}  # fmt: skip
