@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from benchmarks.serving.__main__ import make_plan, parser
-from benchmarks.serving.agents import ratios
+from benchmarks.serving.agents import comparison, ratios
 from benchmarks.serving.arms import ARMS, OFF, OURS, PYTHON, RUST
 from benchmarks.serving.bootstrap import paired_ratio
 from benchmarks.serving.bounds import bounds, least_tokens, stock_tokens
