@@ -66,11 +66,11 @@ class Benchmark:
                     self._phase(todo, "load_client", lambda: self._load_client(fleet))
                 fleet.stop((PYTHON,))
             if {"agents", "sweeps"} & set(todo):
-                arms = [ARMS[RUST], ARMS[OURS], *([ARMS[ROTATE]] if self.plan.rotate_only else [])]
-                fleet.start(arms)
+                pair = [ARMS[RUST], ARMS[OURS]]
+                fleet.start(pair)
                 bench = AgentBench(fleet, self._prompts, self._text, self.plan)
-                learned = bench.prepare(arms)
-                self._phase(todo, "agents", lambda: self._agents(bench, arms, learned))
+                learned = bench.prepare(pair)
+                self._phase(todo, "agents", lambda: self._agents(bench, pair, learned))
                 if "agents" in self.found:
                     bench.rate = self.found["agents"]["saturation"]["workflows_per_s"][RUST]
                 self._phase(todo, "sweeps", lambda: sweep(bench, self.clock))
@@ -108,10 +108,10 @@ class Benchmark:
             measure_load_client(fleet, self._model, plan.load_prompts, plan.load_repeats, self._logs)
         )
 
-    def _agents(self, bench: AgentBench, arms: Sequence[Arm], learned: dict[str, Any]) -> dict[str, Any]:
+    def _agents(self, bench: AgentBench, pair: Sequence[Arm], learned: dict[str, Any]) -> dict[str, Any]:
         plan = self.plan
-        pair = [ARMS[RUST], ARMS[OURS]]
         saturation = bench.saturation(pair)
+        arms = [*pair, *([ARMS[ROTATE]] if plan.rotate_only else [])]
         poisson = bench.poisson(arms, LOAD, plan.poisson_workflows, plan.poisson_repeats, self.clock)
         return {"learned": learned, "saturation": saturation, "poisson70": poisson}
 

@@ -12,7 +12,7 @@ from benchmarks.serving.arms import ARMS, OURS, ROTATE, RUST, Arm, Fleet
 from benchmarks.serving.bootstrap import Ratio, paired_ratio
 from benchmarks.serving.bounds import bounds
 from benchmarks.serving.plan import AGENTS, SLO_FACTOR, Clock, Plan
-from benchmarks.serving.session import Measured, check_prompts, learn, measure, warm_up
+from benchmarks.serving.session import Measured, check_prompts, learn, measure
 from benchmarks.workload.arrivals import Arrivals, ClosedLoop, OpenLoop, poisson
 from benchmarks.workload.build import Builder, Shape
 from benchmarks.workload.figures import Slo, run_figures
@@ -51,10 +51,15 @@ class AgentBench:
         }
         return Builder(self._prompts, Shape(**settings | changes), plan.seed, self._text)
 
-    def prepare(self, arms: Sequence[Arm]) -> dict[str, Any]:
-        """Make agents' heads resident everywhere, and let ours learn; seconds of its dense hops."""
+    def warm_up(self, arms: Sequence[Arm]) -> None:
+        """Make agents' heads resident, as on a busy server."""
         short = self.make_builder(document_tokens=(32, 32), private_tokens=0, answer_tokens=2, last_tokens=2)
-        warm_up(self.fleet, arms, short.workflows(1, "warm-up-"))
+        for arm in arms:
+            measure(self.fleet, arm, short.workflows(1, "warm-up-"), ClosedLoop(1), "warm-up")
+
+    def prepare(self, arms: Sequence[Arm]) -> dict[str, Any]:
+        """Warm all arms up, and let ours learn; seconds of its dense hops."""
+        self.warm_up(arms)
         seconds = {}
         for arm in arms:
             if arm.name == OURS:
@@ -110,8 +115,11 @@ class AgentBench:
             flows = poisson(self.builder.workflows(workflows, f"poisson-{load}-{repeat}-"), rate, f"{load}-{repeat}")
             chosen = [arm for arm in arms if arm.name != ROTATE]
             found += self.compare(flows, OpenLoop(), chosen, f"poisson {load:.0%}")
-            seconds = flows[-1].arrival_s + 30
+            # A server that starts takes the cores: this one does when the others have been timed.
+            seconds = flows[-1].arrival_s + (90 if repeat == 0 else 30)
             if ROTATE in [arm.name for arm in arms] and clock.has(seconds, f"{ROTATE} at {load:.0%}, repeat {repeat}"):
+                if self.fleet.start([ARMS[ROTATE]]):
+                    self.warm_up([ARMS[ROTATE]])
                 extra = measure(self.fleet, ARMS[ROTATE], flows, OpenLoop(), f"poisson {load:.0%}")
                 check_prompts([found[-1], extra])
                 found.append(extra)

@@ -76,8 +76,8 @@ class Fleet:
     def __exit__(self, *error: object) -> None:
         self.stop(tuple(self._running))
 
-    def start(self, arms: Iterable[Arm], patience_s: float = 300.0) -> None:
-        """Start the servers that are not up yet, at once, and wait for them. Raises `ServerError`."""
+    def start(self, arms: Iterable[Arm], patience_s: float = 400.0) -> bool:
+        """Start the servers that are not up yet, at once, and wait; whether there were any. Raises `ServerError`."""
         fresh = []
         for arm in arms:
             if arm.key not in self._running:
@@ -94,6 +94,7 @@ class Fleet:
         if fresh:
             # What a start leaves running (compilation of the CPU kernel, imports) must not be timed.
             time.sleep(1.0)
+        return bool(fresh)
 
     def stop(self, names: Iterable[str]) -> None:
         """Stop servers, by their arm's name; one that is not up is no error."""

@@ -14,7 +14,7 @@ import aiohttp
 from tqdm import tqdm
 
 from benchmarks.serving.arms import Arm, Fleet
-from benchmarks.workload.arrivals import Arrivals, ClosedLoop
+from benchmarks.workload.arrivals import Arrivals
 from benchmarks.workload.endpoint import Endpoint
 from benchmarks.workload.runner import Run, run_workflows
 from benchmarks.workload.workflow import Workflow
@@ -95,12 +95,6 @@ def learn(fleet: Fleet, arm: Arm, workflows: Sequence[Workflow], title: str = "l
         return seconds
 
     return asyncio.run(work())
-
-
-def warm_up(fleet: Fleet, arms: Sequence[Arm], workflows: Sequence[Workflow]) -> None:
-    """Send workflows over short documents: every agent's own prefix becomes resident, as on a busy server."""
-    for arm in arms:
-        measure(fleet, arm, workflows, ClosedLoop(1), "warm-up")
 
 
 def check_prompts(measured: Sequence[Measured]) -> None:
