@@ -61,16 +61,16 @@ def measure(fleet: Fleet, arm: Arm, workflows: Sequence[Workflow], arrivals: Arr
     async def work() -> Measured:
         async with fleet.endpoint(arm) as endpoint:
             await settle(endpoint, arm)
-            before = await _state(endpoint)
+            before = await server_state(endpoint)
             with _progress(workflows, f"{title} {arm.name}") as progress:
-                poll = asyncio.create_task(_peak_slots(endpoint))
+                poll = asyncio.create_task(peak_slots(endpoint))
                 try:
                     run = await run_workflows(endpoint, workflows, arrivals, progress=progress.update)
                 finally:
                     poll.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await poll
-            after = await _state(endpoint)
+            after = await server_state(endpoint)
             await settle(endpoint, arm)
             return Measured(arm.name, run, _server_side(_peak(poll), before, after))
 
@@ -108,19 +108,21 @@ async def settle(endpoint: Endpoint, arm: Arm) -> None:
     """Wait until our server has nothing left to learn; returns at once for stock SGLang."""
     deadline = time.monotonic() + _LEARN_S
     while arm.ours and time.monotonic() < deadline:
-        state = await _state(endpoint)
+        state = await server_state(endpoint)
         if not state.get("learning"):
             return
         await asyncio.sleep(0.1)
 
 
-async def _state(endpoint: Endpoint) -> Mapping[str, Any]:
+async def server_state(endpoint: Endpoint) -> Mapping[str, Any]:
+    """What our server counts (`DeltaRadixCache.state`); empty for stock SGLang."""
     info = await endpoint.json("/server_info")
     state: Mapping[str, Any] = info["internal_states"][0].get("kvcmas") or {}
     return state
 
 
-async def _peak_slots(endpoint: Endpoint) -> int | None:
+async def peak_slots(endpoint: Endpoint) -> int | None:
+    """Poll until it is cancelled, then return the most KV slots in use at a poll; None if the server does not tell."""
     peak: int | None = None
     try:
         while True:
