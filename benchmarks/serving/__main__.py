@@ -14,6 +14,7 @@ import argparse
 import json
 import os
 import platform
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
@@ -173,6 +174,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         plan = make_plan(options)
     except ValueError as error:
         command.error(str(error))
+    # Told to stop, it stops its servers, which are in process groups of their own.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     found = _earlier(options.reports / "serving-raw.json", plan) if options.resume else {}
     try:
         benchmark = Benchmark(options.model or str(default_model()), plan, options.reports, found)
