@@ -66,14 +66,14 @@ class Benchmark:
                 if self.plan.load_repeats and self.clock.has(_LOAD_CLIENT_S, "SGLang's load client"):
                     self._phase(todo, "load_client", lambda: self._load_client(fleet))
                 fleet.stop((PYTHON,))
-            if {"agents", "sweeps"} & set(todo):
+            if {"saturation", "poisson70", "sweeps"} & set(todo):
                 pair = [ARMS[RUST], ARMS[OURS]]
                 fleet.start(pair)
                 bench = AgentBench(fleet, self._prompts, self._text, self.plan)
-                learned = bench.prepare(pair)
-                self._phase(todo, "agents", lambda: self._agents(bench, pair, learned))
-                if "agents" in self.found:
-                    bench.rate = self.found["agents"]["saturation"]["workflows_per_s"][RUST]
+                self.found["learned"] = bench.prepare(pair)
+                self._phase(todo, "saturation", lambda: bench.saturation(pair))
+                bench.use_limits(self.found["saturation"])
+                self._phase(todo, "poisson70", lambda: self._poisson(bench, pair))
                 self._phase(todo, "sweeps", lambda: sweep(bench, self.clock))
         if "scaling" in todo and self.clock.has(_SCALING_S, "documents and roles"):
             # On a server that has learned nothing yet: what is there before would hide what is added.
@@ -94,6 +94,9 @@ class Benchmark:
         if name not in todo:
             return
         self.found[name] = work()
+        self._keep(name)
+
+    def _keep(self, name: str) -> None:
         self.found.setdefault("seconds", {})[name] = round(self.clock.seconds, 1)
         self._raw.parent.mkdir(parents=True, exist_ok=True)
         self._raw.write_text(json.dumps({"plan": asdict(self.plan), "found": self.found}) + "\n", encoding="utf-8")
@@ -109,12 +112,10 @@ class Benchmark:
             measure_load_client(fleet, self._model, plan.load_prompts, plan.load_repeats, self._logs)
         )
 
-    def _agents(self, bench: AgentBench, pair: Sequence[Arm], learned: dict[str, Any]) -> dict[str, Any]:
+    def _poisson(self, bench: AgentBench, pair: Sequence[Arm]) -> dict[str, Any]:
         plan = self.plan
-        saturation = bench.saturation(pair)
         arms = [*pair, *([ARMS[ROTATE]] if plan.rotate_only else [])]
-        poisson = bench.poisson(arms, LOAD, plan.poisson_workflows, plan.poisson_repeats, self.clock)
-        return {"learned": learned, "saturation": saturation, "poisson70": poisson}
+        return bench.poisson(arms, LOAD, plan.poisson_workflows, plan.poisson_repeats, self.clock)
 
     def _scaling(self, fleet: Fleet) -> dict[str, Any]:
         plan = self.plan

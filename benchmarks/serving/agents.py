@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -85,11 +85,7 @@ class AgentBench:
                 for entry in self.compare(flows, ClosedLoop(level), arms, f"saturation {level}"):
                     rows.append({"level": level, "repeat": repeat, **self.row(entry)})
         limits = {arm.name: _limit(rows, arm.name) for arm in arms}
-        self.rate = limits.get(RUST)
         lowest = [row for row in rows if row["arm"] == RUST and row["level"] == min(self.plan.levels)]
-        idle = [row["ttft_first_s"]["p50"] for row in lowest]
-        if idle:
-            self.slo = Slo(SLO_FACTOR * float(np.median(idle)), _TPOT_S)
         ratios = [
             mine["workflows_per_s"] / theirs["workflows_per_s"]
             for mine in rows
@@ -100,10 +96,16 @@ class AgentBench:
         ratio = limits[OURS] / limits[RUST] if OURS in limits and RUST in limits else None
         return {
             "workflows_per_s": limits,
+            "first_reader_s": float(np.median([row["ttft_first_s"]["p50"] for row in lowest])),
             "throughput_ratio": ratio,
             "throughput_ratio_range": [min(ratios), max(ratios)] if ratios else None,
             "rows": rows,
         }
+
+    def use_limits(self, saturation: Mapping[str, Any]) -> None:
+        """Take stock's limit as the rate of arrivals, and what is good from its lightest load."""
+        self.rate = saturation["workflows_per_s"][RUST]
+        self.slo = Slo(SLO_FACTOR * saturation["first_reader_s"], _TPOT_S)
 
     def poisson(self, arms: Sequence[Arm], load: float, workflows: int, repeats: int, clock: Clock) -> dict[str, Any]:
         """Poisson arrivals at `load` of stock's limit, stock and ours first; rotate-only where time is left."""

@@ -17,9 +17,8 @@ def draw(found: Mapping[str, Any], folder: Path) -> list[Path]:
 
     matplotlib.use("Agg")
     files = []
-    agents = found.get("agents")
-    if agents:
-        files.append(_poisson(agents["poisson70"]["rows"], folder / "serving-poisson.png"))
+    if found.get("poisson70"):
+        files.append(_poisson(found["poisson70"]["rows"], folder / "serving-poisson.png"))
     sweeps = {name: points for name, points in (found.get("sweeps") or {}).items() if points}
     if sweeps:
         files.append(_sweeps(sweeps, folder / "serving-sweeps.png"))

@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 
-PHASES = ("plain", "load_client", "agents", "sweeps", "scaling", "second_model", "peers")
-"""In the order in which they run. `agents` is saturation and Poisson; `sweeps` needs its saturation rate."""
+PHASES = ("plain", "load_client", "saturation", "poisson70", "sweeps", "scaling", "second_model", "peers")
+"""In the order in which they run. Poisson arrivals and sweeps need the limit that `saturation` finds."""
 
 AGENTS, SPREAD_DOCUMENT = 4, 1024
 POOL_TOKENS = 64_000
@@ -69,9 +69,9 @@ class Plan:
 
 FULL = Plan()
 QUICK = Plan(
-    learned=5,
-    levels=(3,),
-    saturation_workflows=3,
+    learned=4,
+    levels=(2,),
+    saturation_workflows=2,
     saturation_repeats=1,
     poisson_workflows=4,
     poisson_repeats=1,

@@ -42,8 +42,7 @@ def write_reports(folder: Path, found: Mapping[str, Any], about: Mapping[str, An
 
 def summary(found: Mapping[str, Any]) -> dict[str, Any]:
     """The figures that comparisons are made with; None is not measured. Ratios are ours over stock."""
-    agents = found.get("agents") or {}
-    poisson, saturation = agents.get("poisson70") or {}, agents.get("saturation") or {}
+    poisson, saturation = found.get("poisson70") or {}, found.get("saturation") or {}
     plain = (found.get("plain") or {}).get("all") or {}
 
     def median(name: str) -> float | None:
@@ -112,9 +111,10 @@ def _blocks(found: Mapping[str, Any], about: Mapping[str, Any], pictures: Sequen
         yield Text(line)
     for path in pictures:
         yield Picture(path, path.stem)
-    agents = found.get("agents")
-    if agents:
-        yield from _agents_blocks(agents)
+    if found.get("saturation"):
+        yield from _saturation_blocks(found["saturation"])
+    if found.get("poisson70"):
+        yield from _poisson_blocks(found["poisson70"])
     if found.get("plain"):
         yield from _plain_blocks(found["plain"])
     if found.get("load_client"):
@@ -142,8 +142,7 @@ def _blocks(found: Mapping[str, Any], about: Mapping[str, Any], pictures: Sequen
         yield Text("Left out because the time was over: " + "; ".join(about["left_out"]) + ".")
 
 
-def _agents_blocks(agents: Mapping[str, Any]) -> Iterator[Block]:
-    saturation, poisson = agents["saturation"], agents["poisson70"]
+def _saturation_blocks(saturation: Mapping[str, Any]) -> Iterator[Block]:
     yield Heading("Saturation (closed loop)")
     rows = [
         (_label(row["arm"]), str(row["level"]), str(row["repeat"]), _shown(row["workflows_per_s"], ".4f"),
@@ -151,6 +150,9 @@ def _agents_blocks(agents: Mapping[str, Any]) -> Iterator[Block]:
         for row in saturation["rows"]
     ]  # fmt: skip
     yield Table(("arm", "at once", "repeat", "workflows / s", "requests / s", "reuse share"), tuple(rows))
+
+
+def _poisson_blocks(poisson: Mapping[str, Any]) -> Iterator[Block]:
     yield Heading("Poisson arrivals at 70 % of stock's limit")
     slo = poisson["slo"]
     yield Text(

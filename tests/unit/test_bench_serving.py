@@ -144,8 +144,8 @@ def test_flatness_is_the_late_windows_over_the_early_ones():
 
 
 def test_the_command_line_changes_the_plan_and_refuses_unknown_phases():
-    plan = make_plan(parser().parse_args(["--quick", "--phases", "plain,agents", "--document-tokens", "300"]))
-    assert (plan.document_tokens, plan.phases) == (300, ("plain", "agents"))
+    plan = make_plan(parser().parse_args(["--quick", "--phases", "plain,poisson70", "--document-tokens", "300"]))
+    assert (plan.document_tokens, plan.phases) == (300, ("plain", "poisson70"))
     assert plan.poisson_repeats == 1 and plan.rotate_only
     with pytest.raises(ValueError, match="--phases names 'plane'"):
         make_plan(parser().parse_args(["--phases", "plane"]))
@@ -198,7 +198,8 @@ def _found() -> dict[str, Any]:
     windows = {"documents": [_window(10 * n, 2, 1.0, 100) for n in range(1, 4)], "roles": [_window(30, 2, 1.0, 100)]}
     return {
         "plain": plain_figures([_pair("cold", 1.01, 1.0, 1.0), _pair("next_turn", 1.01, 1.0, 1.0)]),
-        "agents": {"learned": {}, "saturation": saturation, "poisson70": poisson},
+        "saturation": saturation,
+        "poisson70": poisson,
         "sweeps": {"span_tokens": [{"x": 512, **poisson}], "agents": []},
         "scaling": scaling_figures(windows),
         "peers": [{"name": "p", "what": "w", "command": "c", "why": "it cannot", "row": None}],
@@ -218,7 +219,7 @@ def test_the_reports_keys_are_those_that_others_read(tmp_path: Path):
     assert content["plain_overhead_vs_rust_tree"] == pytest.approx(0.01)
     assert content["bounds"]["ttft_p50_ratio"] == pytest.approx(1 / 3)
     # Raw requests are in the raw file.
-    assert "run" not in content["phases"]["agents"]["poisson70"]["rows"][0]
+    assert "run" not in content["phases"]["poisson70"]["rows"][0]
     text = (tmp_path / "serving.md").read_text()
     assert "it cannot" in text and "long: 9 s" in text and "0.20 of stock's" in text
     assert (tmp_path / "serving.html").read_text().count("data:image/png;base64,") == 3
