@@ -12,7 +12,7 @@ from benchmarks.serving.arms import ARMS, OURS, ROTATE, RUST, Arm, Fleet
 from benchmarks.serving.bootstrap import Ratio, paired_ratio
 from benchmarks.serving.bounds import bounds
 from benchmarks.serving.plan import AGENTS, SLO_FACTOR, Clock, Plan
-from benchmarks.serving.session import Measured, check_prompts, learn, measure
+from benchmarks.serving.session import IDLE_CLOCKS, REQUEST_CLOCKS, Measured, check_prompts, learn, measure
 from benchmarks.workload.arrivals import Arrivals, ClosedLoop, OpenLoop, poisson
 from benchmarks.workload.build import Builder, Shape
 from benchmarks.workload.figures import Slo, run_figures
@@ -135,12 +135,18 @@ class AgentBench:
         }
 
     def row(self, entry: Measured) -> dict[str, Any]:
-        """One run as JSON: figures, the server's side, and every request."""
+        """One run as JSON: figures, the server's side, and every request.
+
+        `request_share` is the scheduler's time in our code while requests waited, over the run's time; `idle_share` that
+        which it spent on learning when it had nothing else to do.
+        """
+        spent = entry.server.seconds
         return {
             "arm": entry.arm,
             **run_figures(entry.run, self.slo),
             "server": asdict(entry.server),
-            "scheduler_share": sum(entry.server.seconds.values()) / entry.run.seconds,
+            "request_share": sum(spent.get(name, 0.0) for name in REQUEST_CLOCKS) / entry.run.seconds,
+            "idle_share": sum(spent.get(name, 0.0) for name in IDLE_CLOCKS) / entry.run.seconds,
             "run": entry.run.as_json(),
         }
 

@@ -195,12 +195,12 @@ def _server_table(rows: Sequence[Mapping[str, Any]]) -> Table:
                 _shown(
                     None if server["state_bytes"] is None else server["state_bytes"] - server["own_delta_bytes"], ","
                 ),
-                _shown(row["scheduler_share"] if server["seconds"] else None, ".1%"),
+                *(_shown(row[name] if server["seconds"] else None, ".1%") for name in ("request_share", "idle_share")),
                 str(row["failed"]),
             )
         )
     columns = ("arm", "workflows / s", "goodput / s", "inside SLO", "exact", "corrected", "computed", "reuse share",
-               "peak KV slots", "own delta bytes", "estimator bytes", "scheduler share", "failed")  # fmt: skip
+               "peak KV slots", "own delta bytes", "estimator bytes", "our time, requests", "our time, idle", "failed")  # fmt: skip
     return Table(columns, tuple(lines))
 
 

@@ -16,13 +16,12 @@ from typing import Any
 from tqdm import tqdm
 
 from benchmarks.serving.arms import ARMS, OURS, Fleet
-from benchmarks.serving.session import settle
+from benchmarks.serving.session import REQUEST_CLOCKS, settle
 from benchmarks.workload.agents import AgentText, make_agent
 from benchmarks.workload.text import TextSupply
 from kvcmas_sgl.demo.prompts import PromptMaker, TokenPrompt
 
 _SPAN, _SYSTEM, _OUTPUT = 96, 72, 1
-_CLOCKS = ("match", "place", "publish")
 _WINDOW_DOCUMENTS = 10
 
 
@@ -116,13 +115,15 @@ class _Reader:
                 seconds.append(reply.seconds)
         await settle(self._endpoint, ARMS[OURS])
         after = await self._state()
-        spent = {name: 1e3 * (after[f"{name}_seconds"] - before[f"{name}_seconds"]) for name in (*_CLOCKS, "learn")}
+        spent = {
+            name: 1e3 * (after[f"{name}_seconds"] - before[f"{name}_seconds"]) for name in (*REQUEST_CLOCKS, "learn")
+        }
         return Window(
             documents=documents,
             roles=len(agents),
             requests=len(seconds),
             request_ms=1e3 * statistics.median(seconds),
-            ours_ms=sum(spent[name] for name in _CLOCKS) / len(seconds),
+            ours_ms=sum(spent[name] for name in REQUEST_CLOCKS) / len(seconds),
             match_ms=spent["match"] / len(seconds),
             learn_ms=spent["learn"] / len(seconds),
             state_bytes=after["state_bytes"],

@@ -21,7 +21,7 @@ from benchmarks.workload.workflow import Workflow
 
 _POLL_S = 0.5
 _LEARN_S = 120.0
-_CLOCKS = ("match", "place", "publish", "learn", "audit")
+REQUEST_CLOCKS, IDLE_CLOCKS = ("match", "place", "publish"), ("learn", "audit")
 
 
 @dataclass(frozen=True)
@@ -145,7 +145,7 @@ def _server_side(peak: int | None, before: Mapping[str, Any], after: Mapping[str
 
     return ServerSide(
         peak_slots=peak,
-        seconds={name: spent(name) for name in _CLOCKS} if after else {},
+        seconds={name: spent(name) for name in (*REQUEST_CLOCKS, *IDLE_CLOCKS)} if after else {},
         own_delta_bytes=after.get("own_delta_bytes"),
         state_bytes=after.get("state_bytes"),
         edges=sum(after["edges"].values()) if after else None,
