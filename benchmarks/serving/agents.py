@@ -137,8 +137,8 @@ class AgentBench:
     def row(self, entry: Measured) -> dict[str, Any]:
         """One run as JSON: figures, the server's side, and every request.
 
-        `request_share` is the scheduler's time in our code while requests waited, over the run's time; `idle_share` that
-        which it spent on learning when it had nothing else to do.
+        `request_share` is the scheduler's time in our code while requests waited, over the run's time; `idle_share`
+        that which it spent on learning when it had nothing else to do.
         """
         spent = entry.server.seconds
         return {

@@ -200,7 +200,8 @@ def _server_table(rows: Sequence[Mapping[str, Any]]) -> Table:
             )
         )
     columns = ("arm", "workflows / s", "goodput / s", "inside SLO", "exact", "corrected", "computed", "reuse share",
-               "peak KV slots", "own delta bytes", "estimator bytes", "our time, requests", "our time, idle", "failed")  # fmt: skip
+               "peak KV slots", "own delta bytes", "estimator bytes", "our time, requests", "our time, idle",
+               "failed")  # fmt: skip
     return Table(columns, tuple(lines))
 
 
