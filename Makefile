@@ -7,7 +7,7 @@ REPORTS := reports
 
 .DEFAULT_GOAL := help
 .PHONY: help setup lock demo examples test lint unit kernels engine server state-machine bench-attention bench-kernels \
-	bench-spans bench-quality gpu-check docs clean
+	bench-spans bench-quality bench-serving gpu-check docs clean
 
 help: ## Show this help
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -76,6 +76,9 @@ bench-quality: setup ## Every reuse method on the same multi-agent prompts (repo
 
 docs: setup ## API reference from the docstrings (build/api/index.html)
 	$(BIN)/python docs/api_reference.py --to build/api
+
+bench-serving: setup ## Real arrivals on real servers against stock SGLang (reports/serving.html); QUICK=1 takes 15 minutes
+	$(BIN)/python -m benchmarks.serving --reports $(REPORTS) $(if $(QUICK),--quick)
 
 gpu-check: setup ## What needs a GPU: correctness and time of the correction op, serving (reports/gpu_check.json)
 	$(BIN)/python -m benchmarks.gpu_check --reports $(REPORTS)

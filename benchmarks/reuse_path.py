@@ -23,7 +23,8 @@ from typing import Any
 import requests
 from tqdm import tqdm
 
-from benchmarks.span_workload import Agent, Span, TextSupply, make_agents
+from benchmarks.span_workload import Agent, make_agents
+from benchmarks.workload.text import Span, TextSupply
 from kvcmas_sgl.config import MAX_KL
 from kvcmas_sgl.demo.client import Client, agent_report
 from kvcmas_sgl.demo.prompts import PromptMaker

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import random
-import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from benchmarks.workload.text import Span, TextSupply
 from kvcmas_sgl.demo.prompts import PromptMaker, TokenPrompt
 from kvcmas_sgl.demo.roles import ROLES, Role
-
-Span = tuple[int, ...]
 
 # Between two spans every agent says whose turn it is: about 16 tokens, computed by each agent for itself.
 _GLUE = "\n\nThis was part {number}. For {name}, the next part of the same work follows here:\n"
@@ -23,32 +20,6 @@ class Shape:
     spans: int
     span_tokens: int
     concurrency: int
-
-
-class TextSupply:
-    """Endless fresh text: the sentences of some documents, drawn in an order that no other draw repeats.
-
-    Args:
-        texts: the documents.
-        encode: text to token ids.
-        seed: the same seed gives the same spans in the same order.
-    """
-
-    def __init__(self, texts: Sequence[str], encode: Callable[[str], Sequence[int]], seed: int) -> None:
-        sentences = [sentence for text in texts for sentence in re.split(r"(?<=[.?!;])\s+", text) if sentence.strip()]
-        self._sentences = [tuple(encode(" " + sentence)) for sentence in sentences]
-        self._random = random.Random(seed)
-
-    def span(self, tokens: int) -> Span:
-        """A span of exactly `tokens` token ids."""
-        ids: list[int] = []
-        while len(ids) < tokens:
-            ids.extend(self._random.choice(self._sentences))
-        return tuple(ids[:tokens])
-
-    def content(self, spans: int, tokens: int) -> tuple[Span, ...]:
-        """`spans` spans of `tokens` token ids each."""
-        return tuple(self.span(tokens) for _ in range(spans))
 
 
 @dataclass(frozen=True)

@@ -42,12 +42,12 @@ from benchmarks.span_workload import (
     Agent,
     Request,
     Shape,
-    TextSupply,
     make_agents,
     plan_round,
     plan_single,
     stages,
 )
+from benchmarks.workload.text import TextSupply
 from kvcmas_sgl.demo.client import Client, agent_report
 from kvcmas_sgl.demo.prompts import PromptMaker, TokenPrompt
 from kvcmas_sgl.demo.roles import DOCUMENTS, load_documents

@@ -16,7 +16,8 @@ from benchmarks.span_figures import (
     summarize,
     table,
 )
-from benchmarks.span_workload import Agent, Shape, TextSupply, make_agents, plan_round, plan_single, stages
+from benchmarks.span_workload import Agent, Shape, make_agents, plan_round, plan_single, stages
+from benchmarks.workload.text import TextSupply
 from kvcmas_sgl.demo.prompts import PromptMaker, TokenPrompt
 from kvcmas_sgl.prepare_model import default_model
 
