@@ -53,6 +53,7 @@ kernels: setup ## Tests of the GPU kernels without a GPU: Triton interprets in o
 
 engine: setup ## Tests on SGLang's in-process engine
 	$(BIN)/pytest tests/engine
+	$(BIN)/pytest tests/restart
 
 server: setup ## Tests over HTTP, on one server
 	$(BIN)/pytest tests/server

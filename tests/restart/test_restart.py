@@ -1,4 +1,7 @@
-"""A warm restart: what one engine has learned, the next one knows before its first workflow."""
+"""A warm restart: what one engine has learned, the next one knows before its first workflow.
+
+In a process of its own: an engine's shutdown ends all children of a process, and an engine whose child died ends it.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ import pytest
 
 import kvcmas_sgl
 from kvcmas_sgl.prepare_model import default_model
+from kvcmas_sgl.state import load
 from tests.engine.conftest import COMMON, greedy, settle, state
 from tests.prompts import CRITIC, HEAD, PLANNER, Reader, document
 
@@ -43,6 +47,8 @@ def test_the_first_workflow_after_a_restart_is_corrected_within_the_budget(
         before = state(engine)
     finally:
         engine.shutdown()
+    kept = load(folder)
+    assert sum(kept.estimators["affine"].spans_seen(edge) for edge in kept.edges) == before["spans_learned"]
     (file,) = folder.iterdir()
     assert file.stat().st_mode & 0o777 == 0o600
 
