@@ -126,7 +126,7 @@ async def _read_sglang(events: AsyncIterator[dict[str, Any]], begin: float) -> R
     last: dict[str, Any] = {}
     async for event in events:
         if "output_ids" not in event:
-            return _failed(begin, str(event)[:300])
+            return _failed(begin, _refusal(event))
         if ttft is None and event["output_ids"]:
             ttft = time.perf_counter() - begin
         last = event
@@ -154,7 +154,7 @@ async def _read_openai(events: AsyncIterator[dict[str, Any]], begin: float) -> R
     report: dict[str, Any] | None = None
     async for event in events:
         if "error" in event:
-            return _failed(begin, str(event["error"])[:300])
+            return _failed(begin, _refusal(event))
         for choice in event.get("choices", ()):
             # The first chunk may hold no text yet where a token is half a character.
             if ttft is None:
@@ -187,6 +187,14 @@ async def _events(response: aiohttp.ClientResponse) -> AsyncIterator[dict[str, A
         for line in lines:
             if line.startswith(b"data:") and line[5:].strip() != b"[DONE]":
                 yield json.loads(line[5:])
+
+
+def _refusal(event: dict[str, Any]) -> str:
+    """What a streamed event says that is no part of an answer; its status is in the event: the stream's is 200."""
+    error = event.get("error")
+    if not isinstance(error, dict):
+        return str(event)[:300]
+    return f"HTTP {error.get('code')}: {error.get('message')}"[:300]
 
 
 def _failed(begin: float, error: str) -> Reply:

@@ -11,6 +11,7 @@ from kvcmas_sgl.demo.servers import ServerProcess, kvcmas_command
 from kvcmas_sgl.prepare_model import default_model
 
 ADMIN_KEY = "for tests"
+KEY = {"Authorization": f"Bearer {ADMIN_KEY}"}
 
 
 @pytest.fixture(scope="session")

@@ -12,9 +12,8 @@ import requests
 
 from kvcmas_sgl.demo.servers import ServerProcess
 from kvcmas_sgl.wire import agent_hint
-from tests.server.conftest import ADMIN_KEY
+from tests.server.conftest import KEY
 
-KEY = {"Authorization": f"Bearer {ADMIN_KEY}"}
 PROMPT = list(range(1000, 1120))
 
 

@@ -14,6 +14,7 @@ from kvcmas_sgl.demo.servers import ServerProcess
 from kvcmas_sgl.prepare_model import default_model
 from kvcmas_sgl.wire import agent_hint
 from tests.prompts import CRITIC, HEAD, PLANNER, Reader, document, tokenizer
+from tests.server.conftest import KEY
 
 N = 400
 
@@ -69,6 +70,8 @@ def test_the_openai_client_works_unchanged(server: ServerProcess) -> None:
 
 
 def test_later_readers_are_corrected_on_unseen_content(server: ServerProcess) -> None:
+    # Other tests of this server have the same readers.
+    assert requests.post(server.url + "/flush_cache", headers=KEY, timeout=60).status_code == 200
     reports = []
     for index in range(5):
         span = document(index, N)
@@ -128,7 +131,6 @@ BAD = {
     "ends after the prompt, which has 9 tokens": {"role": "a", "spans": [[0, 10]]},
     "at most 64 are allowed": {"role": "a", "spans": [[i, i + 1] for i in range(65)]},
     "must be a text of 1 to 256 characters": {"role": "r" * 100_000},
-    "must be text that UTF-8 can hold": {"role": "critic \ud800"},
     "unit is 'line'": {"role": "a", "unit": "line"},
     "unknown field 'extra'": {"role": "a", "extra": ["x" * 10_000]},
     "runs without --kvcmas-allow-overrides": {"role": "a", "estimator": "none"},
@@ -145,6 +147,13 @@ def test_malformed_hints_get_400_and_the_server_lives_on(
     error = generate(server, status=400, input_ids=list(range(20, 29)), kv_hints=hint)["error"]["message"]
     assert words in error and len(error) < 300 and "Traceback" not in error
     generate(server, input_ids=list(range(20, 29)))
+
+
+def test_text_that_no_encoding_holds_gets_400(server: ServerProcess) -> None:
+    hint = agent_hint("a", [])
+    hint["actions"][0]["payload"] = {"role": "critic \ud800"}
+    generate(server, status=400, input_ids=[20, 21, 22], kv_hints=hint)
+    generate(server, input_ids=[20, 21, 22])
 
 
 def test_an_unknown_version_gets_400(server: ServerProcess) -> None:
@@ -204,7 +213,7 @@ def test_new_weights_void_what_was_learned_even_without_a_flush(server: ServerPr
     before = totals(server)
     assert before["state_bytes"] > 0 and before["sources"] > 0
     body = {"model_path": str(default_model()), "flush_cache": False}
-    response = requests.post(server.url + "/update_weights_from_disk", json=body, timeout=120)
+    response = requests.post(server.url + "/update_weights_from_disk", json=body, headers=KEY, timeout=120)
     assert response.status_code == 200, response.text
     after = totals(server)
     assert (after["state_bytes"], after["sources"], after["learning"]) == (0, 0, 0)
