@@ -10,7 +10,7 @@ have one, but hold for one position in one prompt, and a rotation that changes f
 kernel therefore forms a block's keys in registers, shift(K) + arrive(U W) as ``triton_source.correct`` does, and lets
 all heads that share a KV head use them.
 
-Nothing in the server calls this. Only NeoX tables that rotate the whole head; the kernel spills on sm_80.
+Nothing in the server calls this. Only NeoX tables that rotate the whole head.
 """
 
 from __future__ import annotations
@@ -25,7 +25,11 @@ from .batch import Group
 from .delta import LowRankDelta
 from .rope import RotaryTable, turn_
 
-QUERIES, BLOCK, WARPS = 64, 32, 4
+WARPS = 4
+BLOCKS = (64, 32)
+"""Queries (times heads that share keys) and rows of a program."""
+SMALL_BLOCKS = (16, 32)
+"""Of cards before sm_90, on which larger ones spill registers."""
 
 
 @dataclass(frozen=True)
@@ -70,13 +74,22 @@ def attend(
     """
     from .fused_attention_source import attend as kernel
 
-    grid, arguments, constants = attend_launch(q, k_buffer, v_buffer, group, table, layer, scale)
+    old = q.is_cuda and torch.version.hip is None and torch.cuda.get_device_capability(q.device) < (9, 0)
+    blocks = SMALL_BLOCKS if old else BLOCKS
+    grid, arguments, constants = attend_launch(q, k_buffer, v_buffer, group, table, layer, scale, blocks)
     kernel[grid](*arguments, **constants, num_warps=WARPS, num_stages=1)
     return Attended(arguments[12], arguments[13])
 
 
 def attend_launch(
-    q: Tensor, k_buffer: Tensor, v_buffer: Tensor, group: Group, table: RotaryTable, layer: int, scale: float
+    q: Tensor,
+    k_buffer: Tensor,
+    v_buffer: Tensor,
+    group: Group,
+    table: RotaryTable,
+    layer: int,
+    scale: float,
+    blocks: tuple[int, int] = BLOCKS,
 ) -> tuple[tuple[int, int], tuple[Any, ...], dict[str, object]]:
     """Grid, arguments and constants of the kernel; arguments 12 and 13 are the results."""
     delta = _delta(group)
@@ -104,10 +117,10 @@ def attend_launch(
         "DIM": dim,
         "RANK": max(16, 1 << (rank - 1).bit_length()),
         "PRECISION": "tf32" if q.dtype != torch.float32 else "ieee",
-        "QUERIES": QUERIES,
-        "BLOCK": BLOCK,
+        "QUERIES": blocks[0],
+        "BLOCK": blocks[1],
     }
-    return (-(-queries * (heads // kv_heads) // QUERIES), kv_heads), arguments, constants
+    return (-(-queries * (heads // kv_heads) // blocks[0]), kv_heads), arguments, constants
 
 
 def _delta(group: Group) -> LowRankDelta:
