@@ -28,6 +28,7 @@ STRIDE = 3
 
 SHARE = 1 / 32
 FEWEST, MOST = 8, 32
+"""How many of a span's tokens are heavy hitters: this share, between these bounds."""
 
 DEFINITION = f"{SHARE:.5f} of the tokens, {FEWEST} to {MOST}, by layers {STRIDE} apart"
 """Which tokens they are: what was measured with others of them computed says nothing of these."""
