@@ -97,7 +97,7 @@ class Learner:
         if not job.restarts:
             self._drop()
             return
-        job.steps.close()
+        self._close(job)
         job.steps, job.restarts = job.again(), job.restarts - 1
 
     def pause(self, paused: bool) -> None:
@@ -142,10 +142,17 @@ class Learner:
     def stop(self) -> None:
         """Forget what waits, and let go of the memory that it holds."""
         while self._jobs:
-            self._jobs.popleft().steps.close()
+            self._close(self._jobs.popleft())
+
+    def _close(self, job: _Job) -> None:
+        try:
+            job.steps.close()
+        except Exception:
+            # Requests interrupt jobs: what goes wrong in one must not reach the scheduler.
+            self._statistics.failed("giving a learning job up", "it is skipped")
 
     def _drop(self) -> None:
-        self._jobs.popleft().steps.close()
+        self._close(self._jobs.popleft())
         self._statistics.jobs_dropped += 1
 
     @property

@@ -9,7 +9,7 @@ import pytest
 import torch
 from kvcmas_sgl.radix_ext import checks
 from kvcmas_sgl.radix_ext.gate import MAX_PAIRS
-from kvcmas_sgl.radix_ext.learner import RESTARTS
+from kvcmas_sgl.radix_ext.learner import RESTARTS, Steps
 from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
 from sglang.srt.mem_cache.radix_cache import RadixKey
@@ -129,6 +129,21 @@ def test_a_flush_in_the_middle_of_a_check_leaves_nothing(tree: Tree) -> None:
     tree.cache.reset()
     tree.allocator.clear()
     assert len(tree.cache.learner) == 0 and tree.cache.statistics.checks == 0
+    tree.check()
+
+
+def test_a_check_that_cannot_let_go_does_not_reach_the_request(tree: Tree) -> None:
+    def stuck() -> Steps:
+        try:
+            yield
+        finally:
+            raise RuntimeError("no way to let go")
+
+    tree.cache.learner.add(stuck(), again=stuck)
+    assert tree.cache.learner.step()
+    assert PLANNER.read(tree, document(40), settle=False)["reason"] == "no_source"
+    assert tree.cache.statistics.fallbacks == 1
+    tree.cache.learner.stop()
     tree.check()
 
 
