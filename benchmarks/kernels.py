@@ -228,7 +228,7 @@ def main() -> None:
     parser.add_argument(
         "--models", nargs="+", choices=[m.name for m in MODELS], default=[m.name for m in MODELS], help="shapes"
     )
-    parser.add_argument("--own-rank", type=int, default=32, help="rank of low-rank (own) deltas")
+    parser.add_argument("--own-rank", type=int, default=48, help="rank of low-rank (own) deltas")
     parser.add_argument("--rank", type=int, default=16, help="rank of affine (predicted) deltas")
     parser.add_argument("--repeats", type=int, default=5, help="timed repeats of each case, at most")
     parser.add_argument("--seconds", type=float, help="no case begins later (default: 600; quick: 120)")

@@ -15,7 +15,7 @@ _ENVIRONMENT_KEY = "KVCMAS_CONFIG"
 MAX_KL = 10
 
 Policy = Literal["gated", "always", "learn"]
-EstimatorName = Literal["affine", "none"]
+EstimatorName = Literal["affine", "anchors", "mean", "nearest", "none"]
 LogDecisions = Literal["off", "refused", "all"]
 Backend = Literal["auto", "cpu", "triton", "flashinfer", "torch"]
 
@@ -34,12 +34,19 @@ class KvcmasConfig:
         ``gated`` reuses a span when its predicted KL is inside ``max_kl``; ``always`` never refuses
         (benchmarks); ``learn`` always prefills and only learns.
     estimator
-        Predictor of the delta for content that a role has not read: ``affine``, or ``none`` (rotate only).
+        Predictor of the delta for content that a role has not read: ``affine``; ``anchors``, the published method;
+        ``mean`` or ``nearest`` of the past deltas; or ``none`` (rotate only).
+    tau
+        The published entropy gate, for ``anchors``: beyond this share of the pool's log2 a span is computed. Published:
+        0.29 (MMLU), 0.32 (GSM8K), 0.34 (HumanEval). None leaves it to ``max_kl``, which holds in any case.
     rank
-        Rank of predicted deltas. On SmolLM2-135M 8 does as well as 128 (sum of KL over rotate-only's, four edges: 0.46,
-        0.83, 0.39, 0.36 against 0.45, 0.78, 0.37, 0.36), and the correction takes time in proportion.
+        Rank of predicted deltas, and of what ``anchors``, ``mean`` and ``nearest`` keep. On SmolLM2-135M 8 does as well
+        as 128 (sum of KL over rotate-only's, four edges: 0.46, 0.83, 0.39, 0.36 against 0.45, 0.78, 0.37, 0.36), and
+        the correction takes time in proportion.
     own_rank
-        Rank of own deltas, measured on dense runs; 0 keeps none.
+        Largest rank of own deltas, measured on dense runs; 0 keeps none.
+    own_energy
+        Share of an own delta's energy that is kept: it gets the smallest rank that does, ``own_rank`` at most.
     min_span
         Shortest span, in tokens, that is reused or learned from.
     head
@@ -67,8 +74,10 @@ class KvcmasConfig:
 
     policy: Policy = "gated"
     estimator: EstimatorName = "affine"
+    tau: float | None = None
     rank: int = 16
-    own_rank: int = 32
+    own_rank: int = 64
+    own_energy: float = 0.9
     min_span: int = 64
     head: int = 16
     auto: bool = False
@@ -99,7 +108,14 @@ class KvcmasConfig:
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
                 raise ConfigError(f"{_flag(name)} is {value!r}, but must be an integer from {low} to {high}.")
-        for name, most, unit in (("max_kl", MAX_KL, " (nats)"), ("check_share", 1, "")):
+        if self.tau is not None and self.estimator != "anchors":
+            raise ConfigError(f"{_flag('tau')} is {self.tau!r}, but only the estimator 'anchors' has that gate.")
+        for name, most, unit in (
+            ("max_kl", MAX_KL, " (nats)"),
+            ("check_share", 1, ""),
+            ("own_energy", 1, ""),
+            *((("tau", 1, ""),) if self.tau is not None else ()),
+        ):
             value = getattr(self, name)
             number = isinstance(value, (int, float)) and not isinstance(value, bool)
             if not number or not 0 <= value <= most:
@@ -109,6 +125,11 @@ class KvcmasConfig:
         for name in ("auto", "allow_overrides"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{_flag(name)} is {getattr(self, name)!r}, but must be true or false.")
+
+    @property
+    def estimators(self) -> tuple[str, ...]:
+        """Estimators that this server keeps: its own, and those that a request may choose, which must be learned."""
+        return tuple(dict.fromkeys((self.estimator, "affine", "none"))) if self.allow_overrides else (self.estimator,)
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> KvcmasConfig:
@@ -150,8 +171,10 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         choices=get_args(Policy),
     )
     add("estimator", "Predictor of the delta for unseen content.", choices=get_args(EstimatorName))
+    add("tau", "The published entropy gate of the estimator 'anchors', share of log2 of its pool.", type=float)
     add("rank", "Rank of predicted deltas.", type=int)
-    add("own_rank", "Rank of own deltas kept on the source's nodes; 0 keeps none.", type=int)
+    add("own_rank", "Largest rank of own deltas kept on the source's nodes; 0 keeps none.", type=int)
+    add("own_energy", "Share of an own delta's energy that is kept, up to that rank.", type=float)
     add("min_span", "Shortest span that is reused, tokens.", type=int)
     add("head", "First tokens of every span that are always computed.", type=int)
     group.add_argument(

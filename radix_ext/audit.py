@@ -112,7 +112,7 @@ class Auditor:
     Parameters
     ----------
     predict
-        The delta that an estimator has for a base and its consumer; None when the edge is unknown.
+        The delta that an estimator has for a base, its consumer and so many tokens; None when it has none.
     wanted
         Whether an edge still needs audits.
     slots_of
@@ -127,7 +127,7 @@ class Auditor:
         self,
         view: KVView,
         *,
-        predict: Callable[[Base, Base], Delta | None],
+        predict: Callable[[Base, Base, int], Delta | None],
         wanted: Callable[[Edge], bool],
         slots_of: Callable[[Source], Tensor | None],
         path_of: Callable[[Source], Tensor | None],
@@ -149,8 +149,11 @@ class Auditor:
             compared = sum(stop >= job.prompt_length for _, stop in rows)
             truth: Tensor | None = None
             for number, base in enumerate(stretch.bases):
-                on, delta = edge(base.agent, stretch.consumer.agent), self._predict(base, stretch.consumer)
-                if delta is None or not compared or not (job.thorough or self._wanted(on)):
+                on = edge(base.agent, stretch.consumer.agent)
+                if not compared or not (job.thorough or self._wanted(on)):
+                    continue
+                delta = self._predict(base, stretch.consumer, stretch.stop - stretch.start)
+                if delta is None:
                     continue
                 if truth is None:
                     truth = self._run(job, rows, forward)

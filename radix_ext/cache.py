@@ -27,7 +27,7 @@ from kvcmas_sgl.radix_ext.checks import Checker, Held
 from kvcmas_sgl.radix_ext.decision import Reason
 from kvcmas_sgl.radix_ext.decision_log import decision_line
 from kvcmas_sgl.radix_ext.edge_table import edge_table
-from kvcmas_sgl.radix_ext.estimators import ESTIMATORS, make_estimator
+from kvcmas_sgl.radix_ext.estimators import make_estimator
 from kvcmas_sgl.radix_ext.gate import Gate
 from kvcmas_sgl.radix_ext.harvest import Harvester
 from kvcmas_sgl.radix_ext.kv_view import KVView
@@ -36,6 +36,7 @@ from kvcmas_sgl.radix_ext.lessons import ENOUGH_AUDITS, Lessons
 from kvcmas_sgl.radix_ext.node_marks import DeltaFullComponent
 from kvcmas_sgl.radix_ext.placement import Pass, Placer
 from kvcmas_sgl.radix_ext.planner import Planner, Wish
+from kvcmas_sgl.radix_ext.predictor import Predictor
 from kvcmas_sgl.radix_ext.publisher import Publisher
 from kvcmas_sgl.radix_ext.request import AgentRequest
 from kvcmas_sgl.radix_ext.sources import SourceIndex
@@ -84,18 +85,19 @@ class DeltaRadixCache(UnifiedRadixCache):
         self.admitted: dict[str, Req] = {}
         self.generation = 0
         """Changes whenever everything was forgotten: what a request began before it cannot be learned from."""
-        # A request that may choose its estimator must find it learned.
-        names = ESTIMATORS if config.allow_overrides else (config.estimator,)
         shape = {"layers": view.layers, "kv_heads": view.kv_heads, "head_dim": view.head_dim}
-        self.estimators = {name: make_estimator(name, rank=config.rank, **shape) for name in names}
+        self.estimators = {
+            name: make_estimator(name, rank=config.rank, tau=config.tau, **shape) for name in config.estimators
+        }
         super().__init__(params)
         component = self.components[ComponentType.FULL]
         assert isinstance(component, DeltaFullComponent)
         component.on_gone = self.sources.node_gone
         self.deltas = component.store
         self.spans = SpanTree(self, self.deltas)
+        predictor = Predictor(self.estimators, view, self.spans.slots)
         self.planner = Planner(
-            self.estimators,
+            predictor,
             config.estimator,
             self.gate,
             self.spans.own_rows,
@@ -105,10 +107,11 @@ class DeltaRadixCache(UnifiedRadixCache):
         )
         harvester = Harvester(
             view,
-            self.estimators,
+            predictor,
             self.gate,
             self.statistics,
             own_rank=config.own_rank,
+            own_energy=config.own_energy,
             audited=config.estimator,
             slots_of=self.spans.slots,
             attach=self.spans.attach,
@@ -118,7 +121,7 @@ class DeltaRadixCache(UnifiedRadixCache):
         )
         auditor = Auditor(
             view,
-            predict=lambda base, consumer: self.planner.predicted(base, consumer.agent),
+            predict=lambda base, consumer, n: predictor.delta(config.estimator, base, consumer.agent, n),
             wanted=lambda on: self.gate.audits(on, config.estimator) < ENOUGH_AUDITS,
             slots_of=self.spans.slots,
             path_of=self.spans.path,

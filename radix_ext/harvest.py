@@ -16,11 +16,12 @@ from dataclasses import dataclass, field
 import torch
 from kvcmas_sgl.radix_ext.decision import Base
 from kvcmas_sgl.radix_ext.delta_store import Factors, Rows
-from kvcmas_sgl.radix_ext.estimators import Edge, Estimator, Observation
+from kvcmas_sgl.radix_ext.estimators import Edge, Observation
 from kvcmas_sgl.radix_ext.gate import Gate
 from kvcmas_sgl.radix_ext.heavy import heavy_tokens, with_heavy
 from kvcmas_sgl.radix_ext.kv_view import KVView, SampledRows
 from kvcmas_sgl.radix_ext.lowrank import row_space
+from kvcmas_sgl.radix_ext.predictor import Predictor
 from kvcmas_sgl.radix_ext.sources import Source, edge
 from kvcmas_sgl.radix_ext.statistics import Statistics
 from kvcmas_sgl.triton_kernels import Delta
@@ -29,6 +30,8 @@ from torch import Tensor
 SAMPLED_TOKENS = 512
 _DENSE_HEAD = 128
 _LAYERS_PER_STEP = 6
+_RANK_STEP = 8
+"""Ranks of own deltas: the kernels work on so many columns at once."""
 
 
 class ErrorMeter:
@@ -82,6 +85,8 @@ class Harvester:
 
     Parameters
     ----------
+    own_rank, own_energy
+        An own delta gets the smallest rank that keeps this share of its energy, ``own_rank`` at most.
     audited
         The estimator that audits look at.
     slots_of
@@ -93,20 +98,23 @@ class Harvester:
     def __init__(
         self,
         view: KVView,
-        estimators: Mapping[str, Estimator],
+        predictor: Predictor,
         gate: Gate,
         statistics: Statistics,
         *,
         own_rank: int,
+        own_energy: float,
         audited: str,
         slots_of: Callable[[Source], Tensor | None],
         attach: Callable[[Source, str, Rows], None],
     ) -> None:
         self.view = view
-        self.estimators = estimators
+        self.predictor = predictor
+        self.estimators = predictor.estimators
         self.gate = gate
         self.statistics = statistics
         self.own_rank = own_rank
+        self.own_energy = own_energy
         self.audited = audited
         self.slots_of = slots_of
         self.attach = attach
@@ -116,7 +124,11 @@ class Harvester:
         consumer_slots = self._slots(job.consumer, job.length)
         if consumer_slots is None:
             return
-        t, weight = sample_offsets(job.length, consumer_slots.device)
+        if any(estimator.whole_spans for estimator in self.estimators.values()):
+            t = torch.arange(job.length, device=consumer_slots.device)
+            weight = torch.ones(job.length, device=consumer_slots.device)
+        else:
+            t, weight = sample_offsets(job.length, consumer_slots.device)
         rows = self.view.sample(consumer_slots, _position(job.consumer), t)
         sampled: list[tuple[Base, SampledRows]] = []
         for base in job.bases:
@@ -129,7 +141,7 @@ class Harvester:
         yield
         whole = [base for base, _ in sampled if base.offset == 0 and base.source.length == job.length]
         best = whole[0] if self.own_rank and whole else None
-        own = _OwnDelta(ErrorMeter(weight))
+        own = _OwnDelta(self.own_energy, ErrorMeter(weight))
         for base, base_rows in sampled:
             yield from self._learn(job, base, rows, base_rows, t, weight, own if base is best else None)
         if best is not None:
@@ -150,7 +162,9 @@ class Harvester:
         own: _OwnDelta | None,
     ) -> Iterator[None]:
         on = edge(base.agent, job.consumer.agent)
-        predictions = {name: estimator.predict(on) for name, estimator in self.estimators.items()}
+        predictions = {
+            name: self.predictor.delta(name, base, job.consumer.agent, job.length) for name in self.estimators
+        }
         computed = [t < job.head]
         heavy = heavy_tokens(base, job.length, job.head)
         if heavy is not None:
@@ -188,7 +202,7 @@ class Harvester:
 
     def _factor(self, job: HarvestJob, base: Base, own: _OwnDelta) -> Iterator[None]:
         left: list[tuple[Tensor, Tensor]] = []
-        right = own.right
+        right, error = own.result()
         for layers in _chunks(0, self.view.layers):
             consumer_slots, base_slots = self._slots(job.consumer, job.length), self._slots(base, job.length)
             if consumer_slots is None or base_slots is None:
@@ -196,30 +210,49 @@ class Harvester:
             places = (consumer_slots, _position(job.consumer)), (base_slots, _position(base))
             left.append(self.view.left_factors(layers, *places, (right[0, layers], right[1, layers])))
             yield
-        factors = Factors(right[0], right[1], own.meter.squared_error**0.5)
+        factors = Factors(right[0], right[1], error)
         self.attach(base.source, job.own, Rows(factors, *(torch.cat(part) for part in zip(*left, strict=True))))
 
 
 @dataclass
 class _OwnDelta:
-    """Right factors of a measured delta, from the sampled rows, and the error that the rounded factors leave there."""
+    """Right factors of a measured delta, from the sampled rows, and the error that the rounded factors leave there.
 
+    They get the smallest rank that keeps a share ``energy`` of the delta, averaged over layers.
+    """
+
+    energy: float
     meter: ErrorMeter
     parts: list[Tensor] = field(default_factory=list)
+    kept: list[Tensor] = field(default_factory=list)
+    """Share of the delta's energy along each right factor, fp32 [2, l, r], of the layers that are corrected."""
+    relative: list[Tensor] = field(default_factory=list)
+    """Energy of the delta over that of the true KV, fp32 [2, l]."""
 
     def add(self, delta: Tensor, true: Tensor, scored: int, weight: Tensor, rank: int, dtype: torch.dtype) -> None:
         """Add layers: their delta, fp32 [2, l, n, D], and the true rows' energies from layer ``scored`` on."""
-        right = row_space(delta, rank, weight).to(dtype)
+        right = row_space(delta, rank, weight, ordered=self.energy < 1).to(dtype)
         # The error is that of the stored, rounded factors: it is what a later placement will see.
         wide = right.float()
-        off = delta - (delta @ wide.mT).to(dtype).float() @ wide
-        self.meter.add(true, energies(off)[:, scored:])
+        left = (delta @ wide.mT).to(dtype).float()
+        self.meter.add(true, energies(delta - left @ wide)[:, scored:])
         self.parts.append(right)
+        whole = energies(delta)[:, scored:] @ weight
+        along = torch.einsum("plnr,n->plr", left[:, scored:].square(), weight)
+        self.kept.append(along / whole.clamp_min(torch.finfo(whole.dtype).tiny)[:, :, None])
+        self.relative.append(whole / (true @ weight))
 
-    @property
-    def right(self) -> Tensor:
-        """K's and V's, [2, L, r, D]."""
-        return torch.cat(self.parts, 1)
+    def result(self) -> tuple[Tensor, float]:
+        """K's and V's factors, [2, L, r, D], and the relative error of the KV that they correct."""
+        kept, relative = torch.cat(self.kept, 1), torch.cat(self.relative, 1)
+        enough = kept.mean((0, 1)).cumsum(0) >= self.energy
+        rank = most = enough.shape[0]
+        if self.energy < 1 and bool(enough.any()):
+            first = int(enough.long().argmax()) + 1
+            rank = min(most, -(-first // _RANK_STEP) * _RANK_STEP)
+        cut = kept[:, :, rank:].sum(2) * relative
+        error = math.sqrt(self.meter.squared_error + float(cut.mean()))
+        return torch.cat(self.parts, 1)[:, :, :rank].contiguous(), error
 
 
 def sample_offsets(length: int, device: torch.device | str = "cpu") -> tuple[Tensor, Tensor]:

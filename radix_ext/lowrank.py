@@ -62,21 +62,24 @@ def compress(matrix: Tensor, rank: int) -> tuple[Tensor, Tensor]:
     return _finite(matrix @ right.mT), right
 
 
-def row_space(rows: Tensor, rank: int, weight: Tensor | None = None) -> Tensor:
+def row_space(rows: Tensor, rank: int, weight: Tensor | None = None, *, ordered: bool = False) -> Tensor:
     """Right factors, fp32 [..., min(rank, D), D], of ``rows``, fp32 [..., n, D]; ``weight`` [n]: how much a row counts.
 
-    They are orthonormal as far as ``rows`` reaches that many directions; the others are shorter or zero. Subspace
-    iteration on the Gram matrix, with shifted Cholesky QR (Fukaya et al., SIAM J. Sci. Comput. 42(1), 2020) in fp64,
-    since a QR costs as much as all the products. Rounding takes directions below about 1e-3 of the largest.
+    The first hold most. At full rank they are the identity, which loses nothing to rounding, unless they are to be
+    ``ordered``. They are orthonormal as far as ``rows`` reaches that many directions; the others are shorter or zero.
+    Subspace iteration on the Gram matrix, with shifted Cholesky QR (Fukaya et al., SIAM J. Sci. Comput. 42(1), 2020) in
+    fp64, since a QR costs as much as all the products. Rounding takes directions below about 1e-3 of the largest.
     Raises ValueError on NaN or Inf, and where squares overflow.
     """
     width = rows.shape[-1]
     rank = min(rank, width)
-    if rank == width:
+    if rank == width and not ordered:
         _finite(rows)
         return torch.eye(width, device=rows.device).expand(*rows.shape[:-2], width, width).contiguous()
     weighted = rows if weight is None else rows * weight[:, None]
     gram = _finite(weighted.mT @ rows)
+    if rank == width:
+        return torch.linalg.eigh(gram.double()).eigenvectors.flip(-1).mT.float()
     basis = _test_matrix(width, min(rank + _OVERSAMPLE, width), rows.device)
     for _ in range(_GRAM_ITERATIONS):
         basis = _orthonormal(gram @ basis)

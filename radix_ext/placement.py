@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from kvcmas_sgl.radix_ext.decision import Piece, Reason
 from kvcmas_sgl.radix_ext.kv_view import KVView
 from kvcmas_sgl.radix_ext.node_marks import Provenance
-from kvcmas_sgl.radix_ext.planner import Planner
+from kvcmas_sgl.radix_ext.planner import Declined, Planner
 from kvcmas_sgl.radix_ext.request import AgentRequest, Placed
 from kvcmas_sgl.radix_ext.sources import Source, edge
 from kvcmas_sgl.radix_ext.statistics import Statistics, Use
@@ -99,14 +99,15 @@ class Placer:
             piece = planned.cut(one.start, one.stop - 1)
             if piece is None:
                 continue
-            source = self._slots_of(piece.base.source)
+            source, reason = self._slots_of(piece.base.source), Reason.GONE
             try:
                 delta = self._planner.delta(piece, request.agent(piece.start))
-            except LookupError:
+            except LookupError as error:
                 source = None
+                reason = Reason.OVER_BUDGET if isinstance(error, Declined) else reason
             if source is None:
                 if not request.settled:
-                    request.report.spans[piece.span].reason = Reason.GONE
+                    request.report.spans[piece.span].reason = reason
                 continue
             offset, count = piece.base.offset, piece.stop - piece.start
             segment = Segment(

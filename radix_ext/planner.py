@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from kvcmas_sgl.radix_ext.blocks import Tokens
 from kvcmas_sgl.radix_ext.decision import Base, Piece, Reason, SpanReport
 from kvcmas_sgl.radix_ext.delta_store import Rows, join
-from kvcmas_sgl.radix_ext.estimators import Estimator
 from kvcmas_sgl.radix_ext.gate import Expected, Gate
 from kvcmas_sgl.radix_ext.heavy import heavy_tokens, with_heavy
+from kvcmas_sgl.radix_ext.predictor import Predictor
 from kvcmas_sgl.radix_ext.request import AUTO_ROLE, AgentRequest
 from kvcmas_sgl.radix_ext.sources import Agent, Content, Match, Place, Source, digest, edge
 from kvcmas_sgl.triton_kernels import Delta
@@ -22,6 +22,10 @@ NONE = "none"
 
 SHORTEST_PIECE = 16
 """Tokens below which computing is as cheap as one more row in the forward pass; shorter rests are computed."""
+
+
+class Declined(LookupError):
+    """An estimator that knows the edge will not predict the delta of this content."""
 
 
 def own_key(agent: Agent, context: str) -> str:
@@ -64,7 +68,7 @@ class Planner:
 
     def __init__(
         self,
-        estimators: Mapping[str, Estimator],
+        predictor: Predictor,
         default: str,
         gate: Gate,
         own_rows: Callable[[Source, str], Sequence[Rows]],
@@ -73,7 +77,7 @@ class Planner:
         *,
         min_span: int,
     ) -> None:
-        self.estimators = estimators
+        self.predictor = predictor
         self.default = default
         self.gate = gate
         self.own_rows = own_rows
@@ -122,14 +126,11 @@ class Planner:
                     found.append(Base(source, self._agent_of(source, offset), offset))
         return found
 
-    def predicted(self, base: Base, consumer: Agent) -> Delta | None:
-        """What the default estimator predicts for a base, or None when it does not know the edge."""
-        return self.estimators[self.default].predict(edge(base.agent, consumer))
-
     def delta(self, piece: Piece, consumer: Agent) -> Delta | None:
         """The delta that a piece applies; None when its base is only moved.
 
-        Raises LookupError when the delta has been dropped since the piece was planned.
+        Raises `Declined` when the estimator, now that it sees the content, will not predict its delta, and another
+        LookupError when the delta has been dropped since the piece was planned.
         """
         if piece.estimator in (IDENTICAL, NONE):
             return None
@@ -137,7 +138,9 @@ class Planner:
         if piece.estimator == OWN:
             delta: Delta | None = join(self.own_rows(source, own_key(consumer, piece.context)))
         else:
-            delta = self.estimators[piece.estimator].predict(edge(piece.base.agent, consumer))
+            delta = self.predictor.delta(piece.estimator, piece.base, consumer, piece.stop - piece.start)
+            if delta is None and self.predictor.knows(piece.estimator, piece.base, consumer):
+                raise Declined(f"{piece.estimator} declines this content")
         if delta is None:
             raise LookupError(f"the {piece.estimator} delta from {piece.base.agent.role!r} is gone")
         return delta

@@ -43,6 +43,8 @@ def after_validate_one_request(result: None, manager: Any, obj: Any, input_ids: 
             raise HintError(
                 f"{field} is {getattr(hint, field)!r}, but this server runs without --kvcmas-allow-overrides."
             )
+    if hint.estimator is not None and config is not None and hint.estimator not in config.estimators:
+        raise HintError(f"estimator is {hint.estimator!r}, but this server keeps {', '.join(config.estimators)}.")
     if obj.contains_mm_input():
         raise HintError(f"{ACTION_TYPE} is not supported for prompts with images, video or audio.")
     if hint.unit == "char":

@@ -11,20 +11,27 @@ from .mean import MeanEstimator
 from .nearest import NearestEstimator
 from .none import NoneEstimator
 
-ESTIMATORS = ("affine", "none")
-"""What a server can be told to use. The others match whole spans, and the engine hands no base to `predict`."""
+ESTIMATORS = ("affine", "anchors", "mean", "nearest", "none")
 
 
-def make_estimator(name: str, *, layers: int, kv_heads: int, head_dim: int, rank: int) -> LastingEstimator:
-    """The estimator called ``name``; ``rank`` is that of the deltas that it predicts.
+def make_estimator(
+    name: str, *, layers: int, kv_heads: int, head_dim: int, rank: int, tau: float | None = None
+) -> LastingEstimator:
+    """The estimator called ``name``; ``rank`` is that of the deltas that it predicts, or keeps as anchors.
 
-    Raises ValueError on an unknown name or a size below 1.
+    ``tau`` is the published entropy gate's, of ``anchors``. Raises ValueError on an unknown name or a size below 1.
     """
     for field, value in (("layers", layers), ("kv_heads", kv_heads), ("head_dim", head_dim), ("rank", rank)):
         if value < 1:
             raise ValueError(f"{field} is {value}: it must be at least 1")
     if name == "affine":
         return AffineEstimator(layers, kv_heads, head_dim, rank)
+    if name == "anchors":
+        return AnchorsEstimator(layers, kv_heads, head_dim, rank, tau=tau)
+    if name == "mean":
+        return MeanEstimator(layers, kv_heads, head_dim, rank)
+    if name == "nearest":
+        return NearestEstimator(layers, kv_heads, head_dim, rank)
     if name == "none":
         return NoneEstimator(layers, kv_heads, head_dim)
     raise ValueError(f"estimator is {name!r}: it must be one of {', '.join(ESTIMATORS)}")

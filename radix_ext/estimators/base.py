@@ -91,6 +91,8 @@ class Estimator(ABC):
     name: str
     needs_base: bool = False
     """Whether ``predict`` has to see the base of the span that is to be corrected, all layers of it."""
+    whole_spans: bool = False
+    """Whether it learns from every row of a span rather than from a sample."""
 
     @abstractmethod
     def observe(self, edge: Edge, obs: Observation) -> None:

@@ -32,4 +32,4 @@ class NearestEstimator(PoolEstimator):
 
 def _nearest(bases: Sequence[Tensor], base: Tensor, covered: Tensor) -> Tensor:
     best = mean_distance(bases, base).argmin(0, keepdim=True)
-    return torch.zeros(covered.shape).scatter_(0, best, 1.0) * covered
+    return torch.zeros_like(covered, dtype=torch.float32).scatter_(0, best, 1.0) * covered

@@ -13,10 +13,13 @@ from dataclasses import dataclass
 
 import torch
 from kvcmas_sgl.radix_ext.lowrank import factor
-from kvcmas_sgl.triton_kernels import Delta
+from kvcmas_sgl.radix_ext.state_file import State, StateError, count
+from kvcmas_sgl.triton_kernels import Delta, LowRankDelta
 from torch import Tensor
 
-from .base import Edge, Estimator, Observation, SpanBase, check_observation
+from .base import Edge, LastingEstimator, Observation, SpanBase, check_observation
+
+_PARTS = ("base_k", "base_v", "delta_k", "delta_v")
 
 EVICTION_WINDOW = 5
 """The oldest anchors among which the least used one is evicted."""
@@ -36,8 +39,16 @@ class Matrix:
         return cls(*factor(whole, rank))
 
     @property
+    def layers(self) -> int:
+        return self.left.shape[0]
+
+    @property
     def length(self) -> int:
         return self.left.shape[1]
+
+    @property
+    def width(self) -> int:
+        return (self.left if self.right is None else self.right).shape[2]
 
     @property
     def nbytes(self) -> int:
@@ -64,8 +75,12 @@ class Anchor:
         return self.base_k.length
 
     @property
+    def parts(self) -> tuple[Matrix, Matrix, Matrix, Matrix]:
+        return self.base_k, self.base_v, self.delta_k, self.delta_v
+
+    @property
     def nbytes(self) -> int:
-        return sum(part.nbytes for part in (self.base_k, self.base_v, self.delta_k, self.delta_v))
+        return sum(part.nbytes for part in self.parts)
 
 
 @dataclass(frozen=True)
@@ -83,12 +98,11 @@ class WeightedDelta:
 
     @property
     def layers(self) -> int:
-        return self.deltas_k[0].left.shape[0]
+        return self.deltas_k[0].layers
 
     @property
     def width(self) -> int:
-        first = self.deltas_k[0]
-        return (first.left if first.right is None else first.right).shape[2]
+        return self.deltas_k[0].width
 
     @property
     def extent(self) -> tuple[int, int] | None:
@@ -97,6 +111,29 @@ class WeightedDelta:
 
     def rows(self, layer: int, t: Tensor, base_k: Tensor, base_v: Tensor) -> tuple[Tensor, Tensor]:
         return _weighted(self.deltas_k, self.weights_k, layer, t), _weighted(self.deltas_v, self.weights_v, layer, t)
+
+    def factored(self) -> LowRankDelta:
+        """The same as one low-rank delta, which covers all rows of the weights: the form that the kernels take."""
+        k, v = _joined(self.deltas_k, self.weights_k), _joined(self.deltas_v, self.weights_v)
+        return LowRankDelta(*k, *v)
+
+
+def _joined(deltas: Sequence[Matrix], weights: Tensor) -> tuple[Tensor, Tensor]:
+    """Left [L, n, R] and right [L, R, D] factors of the weighted sum; R is the sum of the ranks, or D if less."""
+    layers, width = deltas[0].layers, deltas[0].width
+    rows = weights.shape[1]
+    rights = [delta.right for delta in deltas if delta.right is not None]
+    if len(rights) < len(deltas) or sum(right.shape[1] for right in rights) >= width:
+        left = weights.new_zeros(layers, rows, width)
+        for delta, weight in zip(deltas, weights, strict=True):
+            part = delta.whole(rows)
+            left[:, : part.shape[1]] += part * weight[: part.shape[1], None]
+        return left, torch.eye(width, device=left.device).expand(layers, width, width)
+    lefts = []
+    for delta, weight in zip(deltas, weights, strict=True):
+        part = delta.left[:, :rows]
+        lefts.append(torch.nn.functional.pad(part * weight[: part.shape[1], None], (0, 0, 0, rows - part.shape[1])))
+    return torch.cat(lefts, 2), torch.cat(rights, 1)
 
 
 def _weighted(deltas: Sequence[Matrix], weights: Tensor, layer: int, t: Tensor) -> Tensor:
@@ -111,7 +148,7 @@ def _weighted(deltas: Sequence[Matrix], weights: Tensor, layer: int, t: Tensor) 
     return torch.cat(lefts, 1) @ torch.cat([right[layer] for right in rights if right is not None])
 
 
-class PoolEstimator(Estimator):
+class PoolEstimator(LastingEstimator):
     """Keeps the last spans of each edge; subclasses weigh them.
 
     Parameters
@@ -121,6 +158,8 @@ class PoolEstimator(Estimator):
     pool
         Anchors an edge, at most.
     """
+
+    whole_spans = True
 
     def __init__(self, layers: int, kv_heads: int, head_dim: int, rank: int | None, pool: int) -> None:
         if pool < 1:
@@ -137,6 +176,9 @@ class PoolEstimator(Estimator):
 
     def observe(self, edge: Edge, obs: Observation) -> None:
         check_observation(obs, self._layers, self._width)
+        if obs.first_layer == 0:
+            # What is left of a span that was given up.
+            self._pending.pop(edge, None)
         self._pending.setdefault(edge, []).append(obs)
 
     def finish(self, edge: Edge) -> None:
@@ -144,7 +186,7 @@ class PoolEstimator(Estimator):
         covered = [obs.first_layer + i for obs in chunks for i in range(obs.base_k.shape[0])]
         if covered != list(range(self._layers)):
             raise ValueError(f"edge {edge} has observations of layers {covered}: a span needs each once")
-        # Long spans are sampled; only the leading rows without a gap can stand for "the same index" of another span.
+        # Only the leading rows without a gap can stand for "the same index" of another span.
         t = chunks[0].t
         rows = int((t == torch.arange(t.numel(), device=t.device)).long().cumprod(0).sum())
         if rows:
@@ -197,11 +239,50 @@ class PoolEstimator(Estimator):
             if edge.namespace == namespace:
                 self.drop(edge)
 
+    @property
+    def definition(self) -> str:
+        return f"{self.name}: rank {self._rank}, pool {self._pool}"
+
+    def state(self) -> State:
+        tensors: dict[str, Tensor] = {}
+        rows = []
+        for i, edge in enumerate(self._spans):
+            anchors = self._anchors.get(edge, ())
+            for j, anchor in enumerate(anchors):
+                for name, part in zip(_PARTS, anchor.parts, strict=True):
+                    tensors[f"{i}.{j}.{name}.left"] = part.left
+                    if part.right is not None:
+                        tensors[f"{i}.{j}.{name}.right"] = part.right
+            rows.append([edge.as_list(), self._spans[edge], [[anchor.length, anchor.uses] for anchor in anchors]])
+        return State(tensors, rows)
+
+    def load(self, state: State) -> None:
+        anchors: dict[Edge, list[Anchor]] = {}
+        spans: dict[Edge, int] = {}
+        for i, (names, seen, held) in enumerate(state.data):
+            edge = Edge.from_list(names)
+            if len(held) > self._pool:
+                raise StateError(f"edge {i} has {len(held)} anchors: at most {self._pool} fit")
+            spans[edge] = count(seen)
+            anchors[edge] = [
+                Anchor(*(self._matrix(state, f"{i}.{j}.{name}", count(length, 1)) for name in _PARTS), count(uses))
+                for j, (length, uses) in enumerate(held)
+            ]
+        self._anchors, self._spans, self._pending = anchors, spans, {}
+
+    def _matrix(self, state: State, name: str, length: int) -> Matrix:
+        if self._rank is None:
+            return Matrix(state.tensor(f"{name}.left", self._layers, length, self._width), None)
+        rank = min(self._rank, length, self._width)
+        left = state.tensor(f"{name}.left", self._layers, length, rank)
+        return Matrix(left, state.tensor(f"{name}.right", self._layers, rank, self._width))
+
 
 def covered_rows(anchors: Sequence[Anchor], tokens: int) -> Tensor:
     """bool [A, tokens]: which anchors have a row at each index."""
-    lengths = torch.tensor([anchor.length for anchor in anchors])
-    return torch.arange(tokens)[None, :] < lengths[:, None]
+    device = anchors[0].base_k.left.device
+    lengths = torch.tensor([anchor.length for anchor in anchors], device=device)
+    return torch.arange(tokens, device=device)[None, :] < lengths[:, None]
 
 
 def pool_bytes(

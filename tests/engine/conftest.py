@@ -57,7 +57,7 @@ def engine(stock_answers: list[list[int]]) -> Iterator[Any]:
 
     # A budget that nothing here comes near: which way of reuse a span gets is then known. tests/tree tests the choice.
     # And no checks: what an edge has learned is then what a test has shown it.
-    settings = kvcmas_sgl.engine_args(allow_overrides=True, own_rank=192, max_kl=0.3, check_share=0)
+    settings = kvcmas_sgl.engine_args(allow_overrides=True, own_rank=192, own_energy=1, max_kl=0.3, check_share=0)
     engine = sgl.Engine(model_path=str(default_model()), **COMMON, **settings)
     try:
         yield engine

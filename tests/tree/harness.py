@@ -67,7 +67,9 @@ class Tree:
     def __init__(self, slots: int = 1024, **settings: object) -> None:
         self.table = RotaryTable.from_theta(10000.0, DIM, 2048)
         self.model = FormulaModel(self.table)
-        config = KvcmasConfig.from_mapping({"min_span": 4, "head": 0, "rank": 2 * WIDTH, "max_kl": 0.05, **settings})
+        config = KvcmasConfig.from_mapping(
+            {"min_span": 4, "head": 0, "rank": 2 * WIDTH, "own_energy": 1.0, "max_kl": 0.05, **settings}
+        )
         cache_config = CacheConfig(
             kv_size=slots,
             num_layers=LAYERS,

@@ -127,7 +127,7 @@ def test_the_example_estimator_serves_in_the_cache(
 ) -> None:
     made = examples["radix_ext/estimators/shift.py"].ShiftEstimator
 
-    def make(name: str, *, rank: int, **shape: int) -> Any:
+    def make(name: str, *, rank: int, tau: float | None, **shape: int) -> Any:
         return made(**shape)
 
     monkeypatch.setattr(cache_module, "make_estimator", make)

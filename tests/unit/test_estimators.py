@@ -17,10 +17,13 @@ from kvcmas_sgl.radix_ext.estimators import (
     AffineEstimator,
     Edge,
     Estimator,
+    LastingEstimator,
     Observation,
+    SpanBase,
     make_estimator,
 )
 from kvcmas_sgl.radix_ext.estimators.affine import token_weights
+from kvcmas_sgl.radix_ext.state_file import State, StateError
 from kvcmas_sgl.triton_kernels import AffineDelta, Delta
 
 LAYERS, HEADS, DIM = 4, 2, 4
@@ -28,7 +31,7 @@ WIDTH = HEADS * DIM
 EDGE = Edge("tenant", "planner", "critic")
 
 
-def make(rank: int = 2 * WIDTH, name: str = "affine") -> Estimator:
+def make(rank: int = 2 * WIDTH, name: str = "affine") -> LastingEstimator:
     return make_estimator(name, layers=LAYERS, kv_heads=HEADS, head_dim=DIM, rank=rank)
 
 
@@ -283,8 +286,45 @@ def test_observations_that_are_not_finite_leave_no_trace(name: str, bad: float, 
     for one in (estimator, twin):
         learn(one, [good])
     base = draw(8, 2, LAYERS, 9, WIDTH)
-    got, want = (predicted(one.predict(EDGE), torch.arange(9), *base) for one in (estimator, twin))
+    got, want = (predicted(one.predict(EDGE, SpanBase(*base)), torch.arange(9), *base) for one in (estimator, twin))
     assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("name", ESTIMATORS)
+def test_a_span_that_was_given_up_leaves_no_trace(name: str) -> None:
+    estimator, twin = make(name=name), make(name=name)
+    good = [span(Truth(), seed, torch.arange(20)) for seed in (1, 3)]
+    for one in (estimator, twin):
+        learn(one, good[:1])
+    if name in ("anchors", "mean", "nearest"):
+        estimator.observe(EDGE, span(Truth(), 7, torch.arange(20))[0])
+    for one in (estimator, twin):
+        learn(one, good[1:])
+    base = draw(8, 2, LAYERS, 9, WIDTH)
+    got, want = (predicted(one.predict(EDGE, SpanBase(*base)), torch.arange(9), *base) for one in (estimator, twin))
+    assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("name", ESTIMATORS)
+def test_state_that_is_loaded_predicts_the_same_and_counts_the_same_bytes(name: str) -> None:
+    estimator, later = make(rank=3, name=name), make(rank=3, name=name)
+    learn(estimator, [span(Truth(), seed, torch.arange(12 + seed)) for seed in range(3)])
+    later.load(estimator.state())
+    base = draw(8, 2, LAYERS, 9, WIDTH)
+    got, want = (predicted(one.predict(EDGE, SpanBase(*base)), torch.arange(9), *base) for one in (later, estimator))
+    assert torch.equal(got, want)
+    assert (later.spans_seen(EDGE), later.state_bytes) == (3, estimator.state_bytes)
+    assert later.definition == estimator.definition != make(rank=2, name="anchors").definition
+
+
+def test_anchors_that_do_not_fit_are_not_loaded() -> None:
+    estimator, later = make(rank=3, name="anchors"), make(rank=3, name="anchors")
+    learn(estimator, [span(Truth(), 1, torch.arange(12))])
+    state = estimator.state()
+    broken = State({**state.tensors, "0.0.delta_v.left": torch.zeros(LAYERS, 12, 2)}, state.data)
+    with pytest.raises(StateError, match=r"'0.0.delta_v.left' is .* it must be fp32 .4, 12, 3."):
+        later.load(broken)
+    assert tuple(later.edges()) == ()
 
 
 def test_a_first_observation_that_is_refused_creates_nothing() -> None:
@@ -345,7 +385,9 @@ def test_none_predicts_the_zero_delta_and_holds_nothing() -> None:
 
 
 def test_make_estimator_names_what_is_allowed() -> None:
-    with pytest.raises(ValueError, match="estimator is 'magic': it must be one of affine, none"):
+    with pytest.raises(
+        ValueError, match="estimator is 'magic': it must be one of affine, anchors, mean, nearest, none"
+    ):
         make(name="magic")
     with pytest.raises(ValueError, match="rank is 0"):
         make(rank=0)

@@ -20,6 +20,7 @@ from kvcmas_sgl.radix_ext.harvest import (
     sample_offsets,
 )
 from kvcmas_sgl.radix_ext.kv_view import KVView
+from kvcmas_sgl.radix_ext.predictor import Predictor
 from kvcmas_sgl.radix_ext.sources import Agent, Content, Source
 from kvcmas_sgl.radix_ext.statistics import Statistics
 from kvcmas_sgl.triton_kernels import RotaryTable, rotate
@@ -64,7 +65,7 @@ def test_a_row_counts_by_its_weight_and_a_computed_one_has_no_error() -> None:
 LAYERS, HEADS, DIM, TOKENS = 8, 2, 16, 700
 
 
-def learned(rank: int, delta: torch.Tensor, backend: str) -> tuple[Rows, torch.Tensor]:
+def learned(rank: int, delta: torch.Tensor, backend: str, energy: float = 1.0) -> tuple[Rows, torch.Tensor]:
     """The own delta of a harvest, and the delta that the pool holds: canonical, fp64 [2, L, n, D]."""
     generator = torch.Generator().manual_seed(5)
     table = RotaryTable.from_theta(1e4, DIM, 2048)
@@ -83,12 +84,17 @@ def learned(rank: int, delta: torch.Tensor, backend: str) -> tuple[Rows, torch.T
         agent = Agent(name, "prefix", "scope")
         bases[name] = Base(Source(content, agent, "context", number, start), agent, 0)
     found: list[Rows] = []
-    harvester = Harvester(
+    view, none = (
         KVView(k, v, table, backend),
-        {"none": make_estimator("none", layers=LAYERS, kv_heads=HEADS, head_dim=DIM, rank=4)},
+        make_estimator("none", layers=LAYERS, kv_heads=HEADS, head_dim=DIM, rank=4),
+    )
+    harvester = Harvester(
+        view,
+        Predictor({"none": none}, view, lambda source: at[source.agent.role]),
         Gate(),
         Statistics(),
         own_rank=rank,
+        own_energy=energy,
         audited="none",
         slots_of=lambda source: at[source.agent.role],
         attach=lambda source, name, rows: found.append(rows),
@@ -118,3 +124,24 @@ def test_the_error_of_an_own_delta_is_that_of_all_rows() -> None:
     made = torch.stack([rows.left_k @ rows.factors.right_k, rows.left_v @ rows.factors.right_v]).double()
     ratio = (made - delta)[:, 1:].square().sum((2, 3)) / true[:, 1:].square().sum((2, 3))
     assert rows.factors.error == pytest.approx(float(ratio.mean().sqrt()), rel=0.05)
+
+
+@pytest.mark.parametrize(("energy", "cap"), [(0.5, 32), (0.9, 32), (0.99, 32), (0.9, 8)])
+def test_an_own_delta_gets_the_smallest_rank_that_keeps_its_energy(energy: float, cap: int) -> None:
+    """Singular values are known: direction i holds 0.8 ** i of the energy, in every layer, in K as in V."""
+    generator = torch.Generator().manual_seed(8)
+    shape = (2, LAYERS, TOKENS, HEADS * DIM)
+    left = torch.linalg.qr(torch.randn(shape, generator=generator)).Q
+    turn = torch.linalg.qr(torch.randn(2, LAYERS, HEADS * DIM, HEADS * DIM, generator=generator)).Q
+    share = 0.8 ** torch.arange(HEADS * DIM)
+    share /= share.sum()
+    rows, true = learned(cap, 5 * left * share.sqrt() @ turn, "cpu", energy)
+    needed = int((share.cumsum(0) < energy).sum()) + 1
+    rank = rows.factors.right_k.shape[1]
+    assert rank == min(cap, -(-needed // 8) * 8) and rows.left_v.shape[2] == rank
+    made = torch.stack([rows.left_k @ rows.factors.right_k, rows.left_v @ rows.factors.right_v]).double()
+    off = 25 * share[rank:].sum() / true[:, 1:].square().sum((2, 3))
+    assert rows.factors.error == pytest.approx(float(off.mean().sqrt()), rel=0.1)
+    # The sample stands for all rows.
+    wrong = (made - (5 * left * share.sqrt() @ turn))[:, 1:].square().sum((2, 3)) / 25
+    assert float(wrong.mean()) == pytest.approx(float(share[rank:].sum()), rel=0.15)

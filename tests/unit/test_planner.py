@@ -12,15 +12,20 @@ from kvcmas_sgl.radix_ext.agent_prefixes import AgentPrefixes
 from kvcmas_sgl.radix_ext.decision import Piece, Reason
 from kvcmas_sgl.radix_ext.estimators import make_estimator
 from kvcmas_sgl.radix_ext.gate import CAUTION, KL_PER_SQUARED_ERROR, MIN_PAIRS, Gate
+from kvcmas_sgl.radix_ext.kv_view import KVView
 from kvcmas_sgl.radix_ext.planner import Planner, Wish
+from kvcmas_sgl.radix_ext.predictor import Predictor
 from kvcmas_sgl.radix_ext.request import AgentRequest
 from kvcmas_sgl.radix_ext.sources import Agent, Source, SourceIndex, edge, token_digest
+from kvcmas_sgl.triton_kernels import RotaryTable
 
 from kvcmas_sgl.wire import AgentHint
 
 PREFIX, SPAN = 10, 80
 PROMPT = array("q", range(PREFIX + SPAN + 10))
 CONTENT = np.arange(PREFIX, PREFIX + SPAN)
+
+VIEW = KVView([], [], RotaryTable.from_theta(1e4, 8, 64))
 
 
 class Case:
@@ -30,7 +35,7 @@ class Case:
         self.index, self.gate = SourceIndex(16), Gate()
         estimators = {n: make_estimator(n, layers=2, kv_heads=1, head_dim=8, rank=4) for n in ("affine", "none")}
         self.planner = Planner(
-            estimators,
+            Predictor(estimators, VIEW, lambda source: None),
             "affine",
             self.gate,
             lambda source, name: [],
