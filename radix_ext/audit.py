@@ -18,7 +18,7 @@ from kvcmas_sgl.radix_ext.blocks import Tokens
 from kvcmas_sgl.radix_ext.decision import Base
 from kvcmas_sgl.radix_ext.estimators import Edge
 from kvcmas_sgl.radix_ext.harvest import HarvestJob
-from kvcmas_sgl.radix_ext.heavy import heavy_tokens
+from kvcmas_sgl.radix_ext.heavy import EFFORTS, Effort, heavy_tokens
 from kvcmas_sgl.radix_ext.kv_view import KVView
 from kvcmas_sgl.radix_ext.request import AgentRequest
 from kvcmas_sgl.radix_ext.sources import Source, edge
@@ -36,8 +36,7 @@ Forward = Callable[[Tokens, Tensor, Sequence[tuple[int, int]]], Tensor]
 class Stretch:
     """A stretch of the prompt that the request computed, and KV of the same tokens that others hold, best first.
 
-    Its first ``head`` tokens would be computed in any case. ``heavy``: of each base, offsets of the tokens that would
-    be computed too in a second way of correcting it, or None.
+    Its first ``head`` tokens would be computed in any case.
     """
 
     consumer: Base
@@ -45,7 +44,6 @@ class Stretch:
     start: int
     stop: int
     head: int = 0
-    heavy: tuple[np.ndarray | None, ...] = ()
 
     @property
     def corrected_from(self) -> int:
@@ -57,7 +55,7 @@ class AuditJob:
     """A finished request: its prompt and answer, its marked spans, and the stretches to audit.
 
     ``last`` is the source that ends last in the prompt: its path holds the KV of everything before. ``results`` takes
-    the KL, nats, of every edge that was audited, without and with heavy hitters computed. ``thorough``: edges that had
+    the KL, nats, of every edge that was audited, by effort. ``thorough``: edges that had
     enough audits are audited too.
     """
 
@@ -66,7 +64,7 @@ class AuditJob:
     spans: tuple[tuple[int, int], ...]
     stretches: tuple[Stretch, ...]
     last: Source
-    results: dict[tuple[Edge, bool], float] = field(default_factory=dict)
+    results: dict[tuple[Edge, Effort], float] = field(default_factory=dict)
     thorough: bool = False
 
     @classmethod
@@ -77,8 +75,7 @@ class AuditJob:
         stretches = []
         for job in jobs:
             start = job.consumer.source.start + job.consumer.offset
-            heavy = tuple(heavy_tokens(base, job.length, job.head) for base in job.bases)
-            stretches.append(Stretch(job.consumer, job.bases, start, start + job.length, job.head, heavy))
+            stretches.append(Stretch(job.consumer, job.bases, start, start + job.length, job.head))
         return cls(
             tokens=np.concatenate([request.prompt, np.array(answer[:ANSWER_TOKENS], np.int64)]),
             prompt_length=len(request.prompt),
@@ -91,19 +88,18 @@ class AuditJob:
 
 @dataclass(frozen=True)
 class Trial:
-    """One stretch corrected from one base; ``heavy``: offsets of tokens inside it that are computed, or None."""
+    """One stretch corrected from one base; ``heavy``: offsets of tokens inside it that are computed."""
 
     stretch: Stretch
     base: Base
     delta: Delta
-    heavy: np.ndarray | None
+    heavy: np.ndarray
 
     @property
     def rows(self) -> list[tuple[int, int]]:
         """Runs of tokens of the stretch that are computed."""
         head = [(self.stretch.start, self.stretch.corrected_from)] if self.stretch.head else []
-        tokens = [] if self.heavy is None else (self.stretch.start + self.heavy).tolist()
-        return head + [(token, token + 1) for token in tokens]
+        return head + [(token, token + 1) for token in (self.stretch.start + self.heavy).tolist()]
 
 
 class Auditor:
@@ -148,7 +144,7 @@ class Auditor:
             rows = audit_rows(job.spans, stretch.stop, job.prompt_length, len(job.tokens))
             compared = sum(stop >= job.prompt_length for _, stop in rows)
             truth: Tensor | None = None
-            for number, base in enumerate(stretch.bases):
+            for base in stretch.bases:
                 on = edge(base.agent, stretch.consumer.agent)
                 if not compared or not (job.thorough or self._wanted(on)):
                     continue
@@ -158,14 +154,14 @@ class Auditor:
                 if truth is None:
                     truth = self._run(job, rows, forward)
                     yield
-                second = stretch.heavy[number] if stretch.heavy else None
-                for heavy in (None,) if second is None else (None, second):
-                    if (on, heavy is not None) in job.results:
+                for effort in EFFORTS:
+                    heavy = heavy_tokens(base, stretch.stop - stretch.start, stretch.head, effort)
+                    if heavy is None or (on, effort) in job.results:
                         continue
                     other = None if truth is None else self._run(job, rows, forward, Trial(stretch, base, delta, heavy))
                     if truth is None or other is None:
                         return
-                    job.results[on, heavy is not None] = mean_kl(truth[-compared:], other[-compared:])
+                    job.results[on, effort] = mean_kl(truth[-compared:], other[-compared:])
                     yield
 
     def _run(

@@ -18,9 +18,9 @@ from kvcmas_sgl.radix_ext.decision import Base
 from kvcmas_sgl.radix_ext.delta_store import Factors, Rows
 from kvcmas_sgl.radix_ext.estimators import Edge, Observation
 from kvcmas_sgl.radix_ext.gate import Gate
-from kvcmas_sgl.radix_ext.heavy import heavy_tokens, with_heavy
+from kvcmas_sgl.radix_ext.heavy import EFFORTS, Effort, heavy_tokens
 from kvcmas_sgl.radix_ext.kv_view import KVView, SampledRows
-from kvcmas_sgl.radix_ext.lowrank import row_space
+from kvcmas_sgl.radix_ext.lowrank import energy_rank, row_space
 from kvcmas_sgl.radix_ext.predictor import Predictor
 from kvcmas_sgl.radix_ext.sources import Source, edge
 from kvcmas_sgl.radix_ext.statistics import Statistics
@@ -30,8 +30,6 @@ from torch import Tensor
 SAMPLED_TOKENS = 512
 _DENSE_HEAD = 128
 _LAYERS_PER_STEP = 6
-_RANK_STEP = 8
-"""Ranks of own deltas: the kernels work on so many columns at once."""
 
 
 class ErrorMeter:
@@ -68,8 +66,8 @@ class HarvestJob:
     """What one dense run can teach: a stretch of ``length`` tokens as its reader computed it, and as others hold it.
 
     ``bases`` come best first; ``head`` tokens at its start would be computed in any case; ``own`` is the name under
-    which the measured delta is kept; ``audits`` has the KL, nats, of the edges that were audited on this run, without
-    and with heavy hitters computed.
+    which the measured delta is kept; ``audits`` has the KL, nats, of the edges that were audited on this run, by
+    effort.
     """
 
     consumer: Base
@@ -77,7 +75,7 @@ class HarvestJob:
     length: int
     head: int
     own: str
-    audits: Mapping[tuple[Edge, bool], float] = field(default_factory=dict)
+    audits: Mapping[tuple[Edge, Effort], float] = field(default_factory=dict)
 
 
 class Harvester:
@@ -165,12 +163,13 @@ class Harvester:
         predictions = {
             name: self.predictor.delta(name, base, job.consumer.agent, job.length) for name in self.estimators
         }
-        computed = [t < job.head]
-        heavy = heavy_tokens(base, job.length, job.head)
-        if heavy is not None:
-            computed.append(computed[0] | torch.isin(t, torch.from_numpy(heavy).to(t.device)))
+        computed = {}
+        for effort in EFFORTS:
+            heavy = heavy_tokens(base, job.length, job.head, effort)
+            if heavy is not None:
+                computed[effort] = (t < job.head) | torch.isin(t, torch.from_numpy(heavy).to(t.device))
         known = {name: delta for name, delta in predictions.items() if delta is not None}
-        meters = {name: [ErrorMeter(weight, rows) for rows in computed] for name in known}
+        meters = {name: {effort: ErrorMeter(weight, rows) for effort, rows in computed.items()} for name in known}
         at = t + base.offset
         for layers in _chunks(0, self.view.layers):
             true = self.view.canonical(rows, layers)
@@ -181,7 +180,7 @@ class Harvester:
             of_true = energies(true)[:, scored:]
             for name, delta in known.items():
                 left = energies(_left_over(delta, layers, at, base_kv, off))[:, scored:]
-                for meter in meters[name]:
+                for meter in meters[name].values():
                     meter.add(of_true, left)
             observation = Observation(layers.start, at, *base_kv, *off)
             for estimator in self.estimators.values():
@@ -190,9 +189,9 @@ class Harvester:
                 own.add(off, of_true, scored, weight, self.own_rank, self.view.dtype)
             yield
         for name, ways in meters.items():
-            for way, meter in enumerate(ways):
-                kl = job.audits.get((on, bool(way))) if name == self.audited else None
-                called = with_heavy(name) if way else name
+            for effort, meter in ways.items():
+                kl = job.audits.get((on, effort)) if name == self.audited else None
+                called = effort.of(name)
                 expected = self.gate.expect(on, called, job.length)
                 self.gate.record(on, called, squared_error=meter.squared_error, tokens=job.length, kl=kl)
                 self.statistics.held_out(expected, error=math.sqrt(meter.squared_error), kl=kl)
@@ -245,11 +244,7 @@ class _OwnDelta:
     def result(self) -> tuple[Tensor, float]:
         """K's and V's factors, [2, L, r, D], and the relative error of the KV that they correct."""
         kept, relative = torch.cat(self.kept, 1), torch.cat(self.relative, 1)
-        enough = kept.mean((0, 1)).cumsum(0) >= self.energy
-        rank = most = enough.shape[0]
-        if self.energy < 1 and bool(enough.any()):
-            first = int(enough.long().argmax()) + 1
-            rank = min(most, -(-first // _RANK_STEP) * _RANK_STEP)
+        rank = energy_rank(kept, self.energy)
         cut = kept[:, :, rank:].sum(2) * relative
         error = math.sqrt(self.meter.squared_error + float(cut.mean()))
         return torch.cat(self.parts, 1)[:, :, :rank].contiguous(), error

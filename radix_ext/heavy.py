@@ -15,6 +15,7 @@ Measured on SmolLM2-135M in fp32, three edges, 12 unseen spans of 384 to 768 tok
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -26,14 +27,26 @@ from torch import Tensor
 STRIDE = 3
 """Every third layer is looked at, without the first and the last eighth: their keys tell less."""
 
-SHARE = 1 / 32
-FEWEST, MOST = 8, 32
-"""How many of a span's tokens are heavy hitters: this share, between these bounds."""
 
-DEFINITION = f"{SHARE:.5f} of the tokens, {FEWEST} to {MOST}, by layers {STRIDE} apart"
+@dataclass(frozen=True)
+class Effort:
+    """A way to reuse a span: how many of its tokens are computed as heavy hitters, a share between two bounds."""
+
+    mark: str
+    share: float
+    fewest: int
+    most: int
+
+    def of(self, estimator: str) -> str:
+        """Under which name the gate knows corrections by an estimator with this effort."""
+        return f"{estimator}{self.mark}"
+
+
+EFFORTS = (Effort("", 0.0, 0, 0), Effort("+heavy", 1 / 32, 8, 64), Effort("+heavier", 1 / 12, 24, 192))
+"""From the cheapest on. The gate takes the first one that fits the budget."""
+
+DEFINITION = f"{[(e.share, e.fewest, e.most) for e in EFFORTS[1:]]} of the tokens, by layers {STRIDE} apart"
 """Which tokens they are: what was measured with others of them computed says nothing of these."""
-
-_WITH_HEAVY = "+heavy"
 
 
 def score_steps(view: KVView, slots: Tensor, start: int, sink: int, scores: np.ndarray) -> Iterator[None]:
@@ -52,26 +65,23 @@ def score_steps(view: KVView, slots: Tensor, start: int, sink: int, scores: np.n
         yield
 
 
-def heavy_offsets(scores: np.ndarray, head: int) -> np.ndarray:
+def heavy_offsets(scores: np.ndarray, head: int, effort: Effort) -> np.ndarray:
     """Offsets of the heavy hitters of a span, ascending, int64: of those from ``head`` on, by ``scores`` [n]."""
     n = len(scores)
-    count = min(max(FEWEST, min(MOST, round(SHARE * n))), max(0, n - head))
+    count = min(max(effort.fewest, min(effort.most, round(effort.share * n))), max(0, n - head))
     if count == 0:
         return np.empty(0, np.int64)
     return np.sort(head + np.argpartition(-scores[head:], count - 1)[:count])
 
 
-def with_heavy(estimator: str) -> str:
-    """Under which name the gate knows corrections by an estimator when heavy hitters are computed."""
-    return f"{estimator}{_WITH_HEAVY}"
+def plain_name(name: str) -> str:
+    """The estimator behind a name that the gate knows (`Effort.of`)."""
+    return name.partition("+")[0]
 
 
-def plain_name(estimator: str) -> str:
-    """The estimator behind a name that the gate knows (`with_heavy`)."""
-    return estimator.removesuffix(_WITH_HEAVY)
-
-
-def heavy_tokens(base: Base, length: int, head: int) -> np.ndarray | None:
-    """Offsets of the heavy hitters (`heavy`) of a stretch behind its ``head``; None while nobody knows."""
+def heavy_tokens(base: Base, length: int, head: int, effort: Effort) -> np.ndarray | None:
+    """Offsets of the heavy hitters of a stretch behind its ``head``; None while nobody knows them."""
+    if not effort.share:
+        return np.empty(0, np.int64)
     scores = base.source.content.heavy
-    return None if scores is None else heavy_offsets(scores[base.offset : base.offset + length], head)
+    return None if scores is None else heavy_offsets(scores[base.offset : base.offset + length], head, effort)

@@ -11,7 +11,7 @@ from kvcmas_sgl.radix_ext.audit import AuditJob, Auditor, Forward
 from kvcmas_sgl.radix_ext.checks import Checker
 from kvcmas_sgl.radix_ext.estimators import Edge
 from kvcmas_sgl.radix_ext.harvest import Harvester, HarvestJob
-from kvcmas_sgl.radix_ext.heavy import score_steps
+from kvcmas_sgl.radix_ext.heavy import Effort, score_steps
 from kvcmas_sgl.radix_ext.learner import Learner, Steps
 from kvcmas_sgl.radix_ext.request import AgentRequest
 from kvcmas_sgl.radix_ext.sources import Source
@@ -53,7 +53,7 @@ class Lessons:
         jobs, request.lessons = request.lessons, []
         if not jobs:
             return
-        audits: Mapping[tuple[Edge, bool], float] = {}
+        audits: Mapping[tuple[Edge, Effort], float] = {}
         if self.forward is not None:
             audit = AuditJob.of(request, jobs, answer)
             audits = audit.results

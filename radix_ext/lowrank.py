@@ -14,6 +14,8 @@ _SEED = 20_110_601
 _OVERSAMPLE = 8
 _POWER_ITERATIONS = 2
 _GRAM_ITERATIONS = 2
+RANK_STEP = 8
+"""Ranks of own deltas are multiples: the kernels work on so many columns at once."""
 _SHIFT = 1e-13
 
 
@@ -85,6 +87,19 @@ def row_space(rows: Tensor, rank: int, weight: Tensor | None = None, *, ordered:
         basis = _orthonormal(gram @ basis)
     rotation = torch.linalg.eigh((basis.mT @ (gram @ basis)).double()).eigenvectors[..., -rank:].flip(-1)
     return (basis @ rotation.float()).mT
+
+
+def energy_rank(kept: Tensor, energy: float) -> int:
+    """The smallest rank whose directions hold a share ``energy``, as a multiple of `RANK_STEP`, or all there are.
+
+    kept: [..., r], the share of its matrix's energy that each direction holds; matrices count alike.
+    """
+    most = kept.shape[-1]
+    enough = kept.reshape(-1, most).mean(0).cumsum(0) >= energy
+    if energy >= 1 or not bool(enough.any()):
+        return most
+    needed = int(enough.long().argmax()) + 1
+    return min(most, -(-needed // RANK_STEP) * RANK_STEP)
 
 
 def _orthonormal(x: Tensor) -> Tensor:

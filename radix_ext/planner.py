@@ -10,7 +10,7 @@ from kvcmas_sgl.radix_ext.blocks import Tokens
 from kvcmas_sgl.radix_ext.decision import Base, Piece, Reason, SpanReport
 from kvcmas_sgl.radix_ext.delta_store import Rows, join
 from kvcmas_sgl.radix_ext.gate import Expected, Gate
-from kvcmas_sgl.radix_ext.heavy import heavy_tokens, with_heavy
+from kvcmas_sgl.radix_ext.heavy import EFFORTS, heavy_tokens
 from kvcmas_sgl.radix_ext.predictor import Predictor
 from kvcmas_sgl.radix_ext.request import AUTO_ROLE, AgentRequest
 from kvcmas_sgl.radix_ext.sources import Agent, Content, Match, Place, Source, digest, edge
@@ -159,7 +159,7 @@ class Planner:
     def _span_choices(
         self, request: AgentRequest, number: int, span: SpanReport, wish: Wish
     ) -> tuple[list[Sequence[Piece]], Reason | None]:
-        """For every stretch of a span its best piece, then that with less error; without any, the reason."""
+        """For every stretch of a span its cheapest piece, then those with less error; without any, the reason."""
         found: list[Sequence[Piece]] = []
         reason = Reason.NO_SOURCE
         for match in request.matches[number]:
@@ -183,7 +183,7 @@ class Planner:
     def _best(
         self, request: AgentRequest, number: int, match: Match, bases: Sequence[Base], wish: Wish, head: int
     ) -> list[Piece]:
-        """The piece with the least predicted KL; then one whose heavy hitters are computed, where that has less."""
+        """The piece with the least predicted KL; then, with more and more heavy hitters computed, what has less."""
         consumer = request.agent(match.start)
         context = request.context(match.start)
         length = match.stop - match.start
@@ -196,29 +196,32 @@ class Planner:
             error += base.source.error
             return Expected(error, self.gate.kl(edge(base.agent, consumer), self.default, error))
 
-        candidates, thorough = [], []
+        ways: list[list[Piece]] = [[] for _ in EFFORTS]
         for base in bases:
+            on = edge(base.agent, consumer)
             if wish.estimator is None and base.offset == 0 and base.source.context == context:
                 # The same tokens stand before it: its KV is the same, whatever the role is called.
-                candidates.append(piece(base, IDENTICAL, known(base, 0.0), base.source.exact))
+                ways[0].append(piece(base, IDENTICAL, known(base, 0.0), base.source.exact))
                 continue
             if wish.estimator is None and base.offset == 0 and length == base.source.length:
                 rows = self.own_rows(base.source, own_key(consumer, context))
                 if rows:
-                    candidates.append(piece(base, OWN, known(base, rows[0].factors.error)))
+                    ways[0].append(piece(base, OWN, known(base, rows[0].factors.error)))
             name = wish.estimator or self.default
-            expected = self.gate.expect(edge(base.agent, consumer), name, length, base.source.error)
-            if expected is not None:
-                candidates.append(piece(base, name, expected))
-            less = self.gate.expect(edge(base.agent, consumer), with_heavy(name), length, base.source.error)
-            tokens = heavy_tokens(base, length, head)
-            if less is not None and tokens is not None:
-                computed = tuple(match.start + offset for offset in tokens.tolist())
-                thorough.append(replace(piece(base, name, less), computed=computed))
-        if not candidates and wish.always:
-            candidates.append(piece(bases[0], NONE, known(bases[0], 0.0)))
-        best = [min(part, key=lambda one: one.kl) for part in (candidates, thorough) if part]
-        return best[:1] + [one for one in best[1:] if one.kl < best[0].kl]
+            for way, effort in zip(ways, EFFORTS, strict=True):
+                expected = self.gate.expect(on, effort.of(name), length, base.source.error)
+                tokens = heavy_tokens(base, length, head, effort)
+                if expected is not None and tokens is not None:
+                    computed = tuple(match.start + offset for offset in tokens.tolist())
+                    way.append(replace(piece(base, name, expected), computed=computed))
+        if not any(ways) and wish.always:
+            ways[0].append(piece(bases[0], NONE, known(bases[0], 0.0)))
+        best: list[Piece] = []
+        for way in filter(None, ways):
+            least = min(way, key=lambda one: one.kl)
+            if not best or least.kl < best[-1].kl:
+                best.append(least)
+        return best
 
     def _agent_of(self, source: Source, offset: int) -> Agent:
         """Who holds a source; one that was found by content is named by its prompt's agent prefix."""

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from kvcmas_sgl.radix_ext.heavy import heavy_offsets, with_heavy
+from kvcmas_sgl.radix_ext.heavy import EFFORTS, heavy_offsets
 from kvcmas_sgl.radix_ext.sources import edge
 
 from tests.tree.harness import CODER, CRITIC, PLANNER, Tree, document, learned, sources_of
 from tests.tree.test_spans import HEAD, N, assert_close_to_dense, big_tree
 
 
-def expectations(tree: Tree, text: list[int]) -> tuple[float, float]:
-    """Predicted KL of the critic's reading from the planner's KV, without and with heavy hitters computed."""
+def expectations(tree: Tree, text: list[int]) -> list[float]:
+    """Predicted KL of the critic's reading from the planner's KV, effort by effort."""
     gate, (source,) = tree.cache.gate, sources_of(tree, text)
     consumer = next(s.agent for s in tree.cache.sources if s.agent.role == "critic")
-    both = [gate.expect(edge(source.agent, consumer), name, N) for name in ("affine", with_heavy("affine"))]
-    assert both[0] is not None and both[1] is not None
-    return both[0].kl, both[1].kl
+    return [gate.expect(edge(source.agent, consumer), effort.of("affine"), N).kl for effort in EFFORTS]
 
 
 def ready(**settings: object) -> tuple[Tree, list[int]]:
@@ -37,20 +35,21 @@ def test_every_content_gets_its_scores_once_it_was_computed() -> None:
 
 
 def test_less_error_is_predicted_where_heavy_hitters_are_computed() -> None:
-    plain, thorough = expectations(*ready())
-    assert 0 < thorough < plain
+    kl = expectations(*ready())
+    assert 0 < kl[2] < kl[1] < kl[0]
 
 
 @pytest.mark.parametrize("head", [0, 5])
-def test_heavy_hitters_are_computed_when_the_budget_asks_for_it(head: int) -> None:
-    plain, thorough = expectations(*ready(head=head))
-    tree, text = ready(head=head, max_kl=(plain + thorough) / 2)
+@pytest.mark.parametrize("effort", [1, 2])
+def test_heavy_hitters_are_computed_when_the_budget_asks_for_it(head: int, effort: int) -> None:
+    kl = expectations(*ready(head=head))
+    tree, text = ready(head=head, max_kl=(kl[effort - 1] + kl[effort]) / 2)
     (source,) = sources_of(tree, text)
-    chosen = heavy_offsets(source.content.heavy, head)
+    chosen = heavy_offsets(source.content.heavy, head, EFFORTS[effort])
     req = tree.request(CRITIC.prompt(text), CRITIC.hint(text))
     tree.admit(req)
     report = req.kvcmas.report.spans[0]
-    assert report.reason == "reused" and report.predicted_kl == pytest.approx(thorough, rel=0.2)
+    assert report.reason == "reused" and report.predicted_kl == pytest.approx(kl[effort], rel=0.2)
     question = [HEAD + N, HEAD + N + 1]
     assert tree.computed == [*range(HEAD, HEAD + head), *(HEAD + chosen).tolist(), *question]
     assert report.corrected_tokens == N - head - len(chosen)
@@ -61,17 +60,16 @@ def test_heavy_hitters_are_computed_when_the_budget_asks_for_it(head: int) -> No
     tree.check()
 
 
-def test_a_budget_below_both_ways_refuses() -> None:
-    _, thorough = expectations(*ready())
-    tree, text = ready(max_kl=thorough / 2)
+def test_a_budget_below_all_efforts_refuses() -> None:
+    tree, text = ready(max_kl=expectations(*ready())[-1] / 2)
     assert CRITIC.read(tree, text)["reason"] == "over_budget"
 
 
 def test_a_chunk_may_end_between_two_heavy_hitters() -> None:
-    plain, thorough = expectations(*ready())
-    tree, text = ready(max_kl=(plain + thorough) / 2)
+    kl = expectations(*ready())
+    tree, text = ready(max_kl=(kl[0] + kl[1]) / 2)
     (source,) = sources_of(tree, text)
-    chosen = (HEAD + heavy_offsets(source.content.heavy, 0)).tolist()
+    chosen = (HEAD + heavy_offsets(source.content.heavy, 0, EFFORTS[1])).tolist()
     prompt = CRITIC.prompt(text)
     req = tree.request(prompt, CRITIC.hint(text))
     middle = chosen[len(chosen) // 2] + 1

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from kvcmas_sgl.radix_ext.heavy import FEWEST, MOST, SHARE, STRIDE, heavy_offsets, score_steps
+from kvcmas_sgl.radix_ext.heavy import EFFORTS, STRIDE, Effort, heavy_offsets, plain_name, score_steps
 from kvcmas_sgl.radix_ext.kv_view import KVView
 from kvcmas_sgl.triton_kernels import RotaryTable
 
@@ -39,13 +39,18 @@ def test_scores_are_the_keys_mean_component_along_the_sinks_key() -> None:
     assert np.abs(scores - want).max() < 1e-4
 
 
-@given(st.integers(0, 3000), st.integers(0, 40), st.integers(0, 100))
-def test_the_highest_behind_the_head_are_chosen(n: int, head: int, seed: int) -> None:
+@given(st.sampled_from(EFFORTS), st.integers(0, 3000), st.integers(0, 40), st.integers(0, 100))
+def test_the_highest_behind_the_head_are_chosen(effort: Effort, n: int, head: int, seed: int) -> None:
     scores = np.random.default_rng(seed).standard_normal(n).astype(np.float32)
-    chosen = heavy_offsets(scores, head)
-    wanted = max(FEWEST, min(MOST, round(SHARE * n)))
+    chosen = heavy_offsets(scores, head, effort)
+    wanted = max(effort.fewest, min(effort.most, round(effort.share * n)))
     assert len(chosen) == max(0, min(wanted, n - head))
     assert list(chosen) == sorted(set(chosen)) and (chosen >= head).all()
     rest = np.setdiff1d(np.arange(head, n), chosen)
     if len(chosen) and len(rest):
         assert scores[chosen].min() >= scores[rest].max()
+
+
+def test_a_name_tells_its_estimator() -> None:
+    names = [effort.of("mean") for effort in EFFORTS]
+    assert len(set(names)) == len(EFFORTS) and {plain_name(name) for name in names} == {"mean"}

@@ -9,6 +9,7 @@ from kvcmas_sgl.radix_ext.estimators import (
     NearestEstimator,
     NoneEstimator,
 )
+from kvcmas_sgl.radix_ext.heavy import EFFORTS, Effort
 
 from benchmarks.quality.methods.base import Method, Used
 from benchmarks.quality.methods.cacheblend import CacheBlend
@@ -30,7 +31,7 @@ MAIN = (
 
 QUICK = (
     *MAIN, "fullshared@16", "fullshared_context_free", "cacheblend@0.3", "epic@32",
-    "ours@0", "ours@16", "ours@0+heavy", "ours_all_spans", "ours_first_way",
+    "ours+head", "ours+heavier", "ours@0", "ours+heavy@0", "ours+heavier@0", "ours_all_spans",
 )  # fmt: skip
 """What a quick run measures: the table, and the points of the curves that matter most."""
 
@@ -48,18 +49,18 @@ def make_methods(model: ReferenceModel) -> list[Method]:
     affine = AffineEstimator(*size, DEFAULTS.rank)
     chained, alone = (AnchorsEstimator(*size, rank=32, pool=10) for _ in range(2))
 
-    def ours(name: str, head: int, *, heavy: bool = False, min_span: int = 0) -> DeltaMethod:
-        more = ", heavy hitters too" if heavy else ""
+    def ours(name: str, head: int, effort: Effort, *, min_span: int = 0) -> DeltaMethod:
+        more = f", heavy hitters ({effort.share:.1%}) too" if effort.share else ""
         more += f", spans below {min_span} tokens whole" if min_span else ""
         return DeltaMethod(
             name,
             affine,
             head=head,
-            heavy=heavy,
+            effort=effort,
             min_span=min_span,
             learns=name == "ours",
             solve_once=True,
-            family="ours" if heavy else "ours, head only",
+            family=f"ours{effort.mark}",
             parameter=head,
             note=f"affine map of rank {DEFAULTS.rank} from the last reader; {head} head tokens computed{more}",
         )
@@ -111,12 +112,15 @@ def make_methods(model: ReferenceModel) -> list[Method]:
             correct_glue=False,
             note="as kvcmas, from a context-free encoding",
         ),
-        ours("ours", DEFAULTS.head, heavy=True, min_span=DEFAULTS.min_span),
-        ours("ours_all_spans", DEFAULTS.head, heavy=True),
-        ours("ours_first_way", DEFAULTS.head, min_span=DEFAULTS.min_span),
-        *(ours(f"ours@{head}", head) for head in (0, 8, DEFAULTS.head, 32)),
-        *(ours(f"ours@{head}+heavy", head, heavy=True) for head in (0, 8, 32)),
-        *(OwnDelta("ours_own_delta" if r == 32 else f"ours_own_delta@{r}", r, family="own delta") for r in (8, 32)),
+        ours("ours", DEFAULTS.head, EFFORTS[1], min_span=DEFAULTS.min_span),
+        *(
+            ours(f"ours{e.mark or '+head'}", DEFAULTS.head, e, min_span=DEFAULTS.min_span)
+            for e in (EFFORTS[0], EFFORTS[2])
+        ),
+        ours("ours_all_spans", DEFAULTS.head, EFFORTS[1]),
+        *(ours(f"ours{effort.mark}@{head}", head, effort) for effort in EFFORTS for head in (0, 8, DEFAULTS.head, 32)),
+        OwnDelta("ours_own_delta", DEFAULTS.own_rank, energy=DEFAULTS.own_energy, family="own delta"),
+        *(OwnDelta(f"ours_own_delta@{rank}", rank, family="own delta") for rank in (8, 32)),
         DeltaMethod("none", NoneEstimator(*size), note="control of the estimator interface: must equal fullshared"),
         DeltaMethod("mean", MeanEstimator(*size, pool=CONTROL_POOL), note="mean delta of learned spans at each index"),
         DeltaMethod(

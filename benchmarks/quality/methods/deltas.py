@@ -7,9 +7,9 @@ from collections.abc import Mapping
 import numpy as np
 import torch
 from kvcmas_sgl.radix_ext.estimators import Edge, Estimator, Observation, SpanBase
-from kvcmas_sgl.radix_ext.heavy import heavy_offsets, score_steps
+from kvcmas_sgl.radix_ext.heavy import EFFORTS, Effort, heavy_offsets, score_steps
 from kvcmas_sgl.radix_ext.kv_view import KVView
-from kvcmas_sgl.radix_ext.lowrank import compress
+from kvcmas_sgl.radix_ext.lowrank import compress, energy_rank
 from kvcmas_sgl.triton_kernels import Delta, LowRankDelta
 from torch import Tensor
 
@@ -26,7 +26,7 @@ def edge_of(held: Held, reading: Reading, span: Span) -> Edge:
 class DeltaMethod(Method):
     """Base plus the delta of ``estimator``, then one pass over glue and whatever else is computed.
 
-    head, tail: first and last tokens of every span that are computed; ``heavy``: its heavy hitters too, as the cache
+    head, tail: first and last tokens of every span that are computed; ``effort``: its heavy hitters too, as the cache
     finds them. A span is computed whole where it is shorter than ``min_span``, and where the estimator has no answer
     and ``rotate_unknown`` is off. Methods may share an estimator, of which one ``learns``;
     ``solve_once``: its solution depends on running sums only, so it is enough to solve after the last span.
@@ -40,7 +40,7 @@ class DeltaMethod(Method):
         context_free: bool = False,
         head: int = 0,
         tail: int = 0,
-        heavy: bool = False,
+        effort: Effort = EFFORTS[0],
         min_span: int = 0,
         rotate_unknown: bool = False,
         learns: bool = True,
@@ -52,7 +52,7 @@ class DeltaMethod(Method):
         super().__init__(name, family, parameter)
         self.estimator, self.context_free, self.note = estimator, context_free, note
         self._head, self._tail, self._rotate_unknown = head, tail, rotate_unknown
-        self._heavy, self._min_span = heavy, min_span
+        self._effort, self._min_span = effort, min_span
         self._learns, self._solve_once = learns and estimator is not None, solve_once
 
     def learn(self, chain: Chain) -> None:
@@ -90,9 +90,9 @@ class DeltaMethod(Method):
                 fresh[span.start : span.stop] = True
             if len(span) < self._min_span:
                 fresh[span.start : span.stop] = True
-            if self._heavy:
+            if self._effort.share:
                 sink = reading.dense.k[:, 0]
-                fresh[span.start + heavy_of(self.model, held, sink, self._head)] = True
+                fresh[span.start + heavy_of(self.model, held, sink, self._head, self._effort)] = True
             parts[span] = self.model.place(k, v, span.start)
             fresh[span.start : min(span.stop, span.start + self._head)] = True
             fresh[max(span.start, span.stop - self._tail) : span.stop] = True
@@ -110,7 +110,7 @@ class DeltaMethod(Method):
         return 0 if self.estimator is None else self.estimator.state_bytes
 
 
-def heavy_of(model: ReferenceModel, held: Held, sink: Tensor, head: int) -> Tensor:
+def heavy_of(model: ReferenceModel, held: Held, sink: Tensor, head: int, effort: Effort) -> Tensor:
     """Offsets, int64, of a held content's heavy hitters behind its head; ``sink`` [L, H, d]: keys at position 0.
 
     Every agent's sequence opens with the same token, so its key is everybody's.
@@ -120,7 +120,7 @@ def heavy_of(model: ReferenceModel, held: Held, sink: Tensor, head: int) -> Tens
     scores = np.zeros(n, np.float32)
     for _ in score_steps(KVView(keys, keys, model.table), torch.arange(n), held.start, n, scores):
         pass
-    return torch.from_numpy(heavy_offsets(scores, head))
+    return torch.from_numpy(heavy_offsets(scores, head, effort))
 
 
 def corrected(delta: Delta, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -136,7 +136,8 @@ def corrected(delta: Delta, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class OwnDelta(DeltaMethod):
-    """The true delta of this very span and reader, measured at its dense run, at ``rank``; None: whole.
+    """The true delta of this very span and reader, measured at its dense run, at ``rank`` or as much of it as keeps
+    ``energy``; None: whole.
 
     A second visit: the reader has seen the content before, and its own slots are gone. It was measured in the same
     conversation, so for spans after the first this is an upper bound.
@@ -147,18 +148,30 @@ class OwnDelta(DeltaMethod):
         name: str,
         rank: int | None,
         *,
+        energy: float = 1.0,
         context_free: bool = False,
         family: str | None = None,
         note: str = "second visit: the reader has seen this content in this conversation",
     ) -> None:
         super().__init__(name, None, context_free=context_free, family=family, parameter=rank, note=note)
-        self._rank = rank
+        self._rank, self._energy = rank, energy
         self._bytes: list[int] = []
 
     def delta(self, reading: Reading, span: Span, held: Held, base: SpanBase) -> Delta | None:
         true = self.model.canonical(reading.dense.cut(span.start, span.stop), span.start)
         rank = self._rank or base.k.shape[2]
-        out = LowRankDelta(*compress(true[0] - base.k, rank), *compress(true[1] - base.v, rank))
+        whole = true[0] - base.k, true[1] - base.v
+        parts = [compress(part, rank) for part in whole]
+        # Layer 0 has no delta.
+        kept = torch.stack(
+            [
+                left[1:].square().sum(1) / part[1:].square().sum((1, 2))[:, None]
+                for (left, _), part in zip(parts, whole, strict=True)
+            ]
+        )
+        rank = energy_rank(kept, self._energy)
+        k, v = ((left[..., :rank], right[:, :rank]) for left, right in parts)
+        out = LowRankDelta(*k, *v)
         self._bytes.append(out.nbytes)
         return out
 
