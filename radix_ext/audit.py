@@ -25,7 +25,7 @@ from kvcmas_sgl.radix_ext.sources import Source, edge
 from kvcmas_sgl.triton_kernels import Delta, Segment
 from torch import Tensor
 
-ANSWER_TOKENS = 8
+ANSWER_TOKENS = 32
 """Positions of the answer that are compared, beside the one that the answer starts from."""
 
 Forward = Callable[[Tokens, Tensor, Sequence[tuple[int, int]]], Tensor]

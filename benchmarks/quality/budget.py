@@ -34,7 +34,7 @@ from kvcmas_sgl.demo.servers import ServerError, ServerProcess, kvcmas_command
 from kvcmas_sgl.prepare_model import ModelError, default_model
 from kvcmas_sgl.wire import agent_hint
 
-ANSWER_TOKENS = 8
+ANSWER_TOKENS = 32
 TOP = 128
 _QUICK = {"agents": 3, "documents": 12, "learned": 4}
 
