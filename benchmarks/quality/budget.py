@@ -186,7 +186,7 @@ def main() -> int:
     parser.add_argument("--learned", type=int, default=6, help="documents that all agents read densely first")
     parser.add_argument("--documents", type=int, default=210, help="documents that are reused")
     parser.add_argument("--tokens", type=int, default=300, help="mean length of a document, tokens")
-    parser.add_argument("--budgets", type=float, nargs="+", default=[0.005, 0.01, 0.02], help="max_kl, nats")
+    parser.add_argument("--budgets", type=float, nargs="+", default=[0.01, 0.02, 0.05], help="max_kl, nats")
     parser.add_argument("--seed", type=int, default=0, help="seed of the text")
     parser.add_argument("--reports", type=Path, default=Path("reports"), help="folder for quality.json and the log")
     parser.add_argument("--quick", action="store_true", help=f"a check that it works: {_QUICK}")
