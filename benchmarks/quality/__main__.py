@@ -2,8 +2,8 @@
 
     python -m benchmarks.quality
 
-Chains of four agents read GSM8K problems, MMLU passages and generated probes. Methods learn from dense chains of a
-learning set; then each runs the chains of a test set with other content, in an fp32 torch reference of the model.
+Chains of four agents read GSM8K problems, MMLU passages, generated probes and code. Methods learn from dense chains of
+a learning set; then each runs the chains of a test set with other content, in an fp32 torch reference of the model.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from benchmarks.quality.report import Report, table, write
 from benchmarks.quality.summary import cells, scored_hops, summarize
 from kvcmas_sgl.prepare_model import ModelError, default_model
 
-_QUICK = {"learn": 6, "test": 6, "answer_tokens": 24, "noise_chains": 1}
+_QUICK = {"learn": 8, "test": 8, "answer_tokens": 24, "noise_chains": 1}
 
 
 def parser() -> argparse.ArgumentParser:

@@ -18,16 +18,17 @@ import torch
 from torch import Tensor
 
 from benchmarks.quality.agents import AGENTS, Agent
+from benchmarks.quality.coding import make_coding
 from benchmarks.quality.probes import Question, Step, make_probe
 
 DATA = Path(__file__).parent / "data"
-KINDS = ("gsm8k", "mmlu", "probe")
+KINDS = ("gsm8k", "mmlu", "probe", "code")
 FIRST, LATER, ANSWER = "first", "later", "answer"
 """Places of a span in a prompt, as the cache tells them apart: what stands before the first one never changes."""
 
 _PLACEHOLDER = "\u241fUSER\u241f"
 _LETTERS = ("A", "B", "C", "D")
-_PROBE_SEEDS = {"learn": 10_000, "test": 20_000}
+_SEEDS = {"learn": 10_000, "test": 20_000}
 
 
 @dataclass(frozen=True)
@@ -59,8 +60,9 @@ def make_tasks(learn: int, test: int) -> tuple[list[Task], list[Task]]:
             elif kind == "mmlu":
                 task = _mmlu(passages, place)
             else:
-                documents, questions = make_probe(_PROBE_SEEDS[split] + i)
-                task = Task(f"probe-{split}-{i}", kind, documents, questions)
+                make = make_probe if kind == "probe" else make_coding
+                documents, questions = make(_SEEDS[split] + i)
+                task = Task(f"{kind}-{split}-{i}", kind, documents, questions)
             sets[split].append(task)
     return sets["learn"], sets["test"]
 
