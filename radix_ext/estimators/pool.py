@@ -264,10 +264,12 @@ class PoolEstimator(LastingEstimator):
             if len(held) > self._pool:
                 raise StateError(f"edge {i} has {len(held)} anchors: at most {self._pool} fit")
             spans[edge] = count(seen)
-            anchors[edge] = [
-                Anchor(*(self._matrix(state, f"{i}.{j}.{name}", count(length, 1)) for name in _PARTS), count(uses))
-                for j, (length, uses) in enumerate(held)
-            ]
+            anchors[edge] = []
+            for j, (length, uses) in enumerate(held):
+                base_k, base_v, delta_k, delta_v = (
+                    self._matrix(state, f"{i}.{j}.{name}", count(length, 1)) for name in _PARTS
+                )
+                anchors[edge].append(Anchor(base_k, base_v, delta_k, delta_v, count(uses)))
         self._anchors, self._spans, self._pending = anchors, spans, {}
 
     def _matrix(self, state: State, name: str, length: int) -> Matrix:
