@@ -110,7 +110,7 @@ class Auditor:
     predict
         The delta that an estimator has for a base, its consumer and so many tokens; None when it has none.
     wanted
-        Whether an edge still needs audits.
+        Whether an edge needs an audit of an effort on so many tokens, when a job is thorough or not.
     slots_of
         Slots (int64 [n]) of a source's content, or None when it has left the tree.
     path_of
@@ -124,7 +124,7 @@ class Auditor:
         view: KVView,
         *,
         predict: Callable[[Base, Base, int], Delta | None],
-        wanted: Callable[[Edge], bool],
+        wanted: Callable[[Edge, Effort, int, bool], bool],
         slots_of: Callable[[Source], Tensor | None],
         path_of: Callable[[Source], Tensor | None],
         allocate: Callable[[int], Tensor | None],
@@ -145,17 +145,16 @@ class Auditor:
             compared = sum(stop >= job.prompt_length for _, stop in rows)
             truth: Tensor | None = None
             for base in stretch.bases:
-                on = edge(base.agent, stretch.consumer.agent)
-                if not compared or not (job.thorough or self._wanted(on)):
-                    continue
-                delta = self._predict(base, stretch.consumer, stretch.stop - stretch.start)
+                on, length = edge(base.agent, stretch.consumer.agent), stretch.stop - stretch.start
+                efforts = [effort for effort in EFFORTS if self._wanted(on, effort, length, job.thorough)]
+                delta = self._predict(base, stretch.consumer, length) if compared and efforts else None
                 if delta is None:
                     continue
                 if truth is None:
                     truth = self._run(job, rows, forward)
                     yield
-                for effort in EFFORTS:
-                    heavy = heavy_tokens(base, stretch.stop - stretch.start, stretch.head, effort)
+                for effort in efforts:
+                    heavy = heavy_tokens(base, length, stretch.head, effort)
                     if heavy is None or (on, effort) in job.results:
                         continue
                     other = None if truth is None else self._run(job, rows, forward, Trial(stretch, base, delta, heavy))

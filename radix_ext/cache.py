@@ -32,7 +32,7 @@ from kvcmas_sgl.radix_ext.gate import Gate
 from kvcmas_sgl.radix_ext.harvest import Harvester
 from kvcmas_sgl.radix_ext.kv_view import KVView
 from kvcmas_sgl.radix_ext.learner import Learner
-from kvcmas_sgl.radix_ext.lessons import ENOUGH_AUDITS, Lessons
+from kvcmas_sgl.radix_ext.lessons import Lessons, audits_wanted
 from kvcmas_sgl.radix_ext.node_marks import DeltaFullComponent
 from kvcmas_sgl.radix_ext.placement import Pass, Placer
 from kvcmas_sgl.radix_ext.planner import Planner, Wish
@@ -122,7 +122,7 @@ class DeltaRadixCache(UnifiedRadixCache):
         auditor = Auditor(
             view,
             predict=lambda base, consumer, n: predictor.delta(config.estimator, base, consumer.agent, n),
-            wanted=lambda on: self.gate.audits(on, config.estimator) < ENOUGH_AUDITS,
+            wanted=audits_wanted(self.gate, config.estimator, lambda: self.switches.max_kl),
             slots_of=self.spans.slots,
             path_of=self.spans.path,
             allocate=self._take_free,

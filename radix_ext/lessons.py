@@ -10,8 +10,9 @@ import numpy as np
 from kvcmas_sgl.radix_ext.audit import AuditJob, Auditor, Forward
 from kvcmas_sgl.radix_ext.checks import Checker
 from kvcmas_sgl.radix_ext.estimators import Edge
+from kvcmas_sgl.radix_ext.gate import Gate
 from kvcmas_sgl.radix_ext.harvest import Harvester, HarvestJob
-from kvcmas_sgl.radix_ext.heavy import Effort, score_steps
+from kvcmas_sgl.radix_ext.heavy import EFFORTS, Effort, score_steps
 from kvcmas_sgl.radix_ext.learner import Learner, Steps
 from kvcmas_sgl.radix_ext.request import AgentRequest
 from kvcmas_sgl.radix_ext.sources import Source
@@ -22,6 +23,19 @@ ENOUGH_AUDITS = 6
 """Audits after which an edge needs no more: its pairs go on, and the margin for few audits is small."""
 
 _DONE = object()
+
+
+def audits_wanted(gate: Gate, estimator: str, budget: Callable[[], float]) -> Callable[[Edge, Effort, int, bool], bool]:
+    """Which audits tell the gate something: of the cheapest way to reuse a span that is known to fit the budget, and of
+    all ways before it, until there are enough; in a ``thorough`` job also beyond."""
+
+    def wanted(on: Edge, effort: Effort, tokens: int, thorough: bool) -> bool:
+        cheaper = EFFORTS[: EFFORTS.index(effort)]
+        expected = (gate.expect(on, one.of(estimator), tokens) for one in cheaper)
+        fits = any(one is not None and one.kl <= budget() for one in expected)
+        return not fits and (thorough or gate.audits(on, effort.of(estimator)) < ENOUGH_AUDITS)
+
+    return wanted
 
 
 class Lessons:

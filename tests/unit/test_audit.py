@@ -9,6 +9,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from kvcmas_sgl.radix_ext.audit import audit_rows, mean_kl
+from kvcmas_sgl.radix_ext.estimators import Edge
+from kvcmas_sgl.radix_ext.gate import MAX_PAIRS, Gate
+from kvcmas_sgl.radix_ext.heavy import EFFORTS
+from kvcmas_sgl.radix_ext.lessons import ENOUGH_AUDITS, audits_wanted
 
 
 def test_glue_question_and_answer_are_computed_and_spans_are_not() -> None:
@@ -42,3 +46,30 @@ def test_the_kl_is_that_of_its_definition() -> None:
     )
     expected = (0.7 * math.log(0.7 / 0.6) + 0.2 * math.log(0.2 / 0.3)) / 2
     assert mean_kl(truth.log() + 3, other.log() - 1) == pytest.approx(expected, rel=1e-4)
+
+
+def test_ways_are_audited_up_to_the_first_that_fits_the_budget() -> None:
+    gate, on, tokens, budget = Gate(), Edge("s", "a", "b"), 100, 0.02
+    wanted = audits_wanted(gate, "affine", lambda: budget)
+    plain, heavy, heavier = EFFORTS
+
+    def audits(thorough: bool = False) -> list[bool]:
+        return [wanted(on, effort, tokens, thorough) for effort in EFFORTS]
+
+    def read(**kl: float) -> None:
+        for name, value in kl.items():
+            effort = {"plain": plain, "heavy": heavy, "heavier": heavier}[name]
+            gate.record(on, effort.of("affine"), squared_error=0.001, tokens=tokens, kl=value)
+
+    # Nothing is known, then two readings that only the second way makes small enough.
+    assert audits() == [True, True, True]
+    for _ in range(2):
+        read(plain=0.05, heavy=0.004, heavier=0.003)
+    assert audits() == [True, True, False]
+    for _ in range(ENOUGH_AUDITS - 2):
+        read(plain=0.05)
+    assert audits() == [False, True, False] and audits(thorough=True) == [True, True, False]
+    # The newest readings are easy: the cheapest way fits, and no other is of interest.
+    for _ in range(MAX_PAIRS):
+        read(plain=0.001)
+    assert audits() == [False, False, False] and audits(thorough=True) == [True, False, False]
