@@ -70,8 +70,8 @@ class Plan:
 FULL = Plan()
 QUICK = Plan(
     learned=4,
-    levels=(2,),
-    saturation_workflows=2,
+    levels=(4,),
+    saturation_workflows=4,
     saturation_repeats=1,
     poisson_workflows=4,
     poisson_repeats=1,
