@@ -29,6 +29,8 @@ class Reason(enum.StrEnum):
     """No other KV of this content is resident."""
     EDGE_UNKNOWN = "edge_unknown"
     """Too few dense runs of this pair of agents to vouch for a prediction."""
+    MOSTLY_NEW = "mostly_new"
+    """Less than a quarter of the span is known content; it was computed whole, which makes it a source for others."""
     OVER_BUDGET = "over_budget"
     """The predicted KL, on top of what the prompt holds already, is above the quality budget."""
     DECLINED = "declined"

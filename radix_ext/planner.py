@@ -23,6 +23,10 @@ NONE = "none"
 SHORTEST_PIECE = 16
 """Tokens below which computing is as cheap as one more row in the forward pass; shorter rests are computed."""
 
+LEAST_PART = 0.25
+"""Share of a span below which nothing of it is placed: it would save little, and the rest, computed over it, would no
+longer be the exact KV that other agents are best corrected from."""
+
 
 class Declined(LookupError):
     """An estimator that knows the edge will not predict the delta of this content."""
@@ -115,7 +119,18 @@ class Planner:
                 span.reason = Reason.OVER_BUDGET
                 span.source, span.estimator = least.base.agent.role, least.estimator
                 span.predicted_error, span.predicted_kl = least.error, least.kl
-        return sorted(taken, key=lambda piece: piece.start)
+        return sorted(self._worthwhile(request, taken), key=lambda piece: piece.start)
+
+    def _worthwhile(self, request: AgentRequest, taken: Sequence[Piece]) -> list[Piece]:
+        kept: list[Piece] = []
+        for number, span in enumerate(request.report.spans):
+            pieces = [piece for piece in taken if piece.span == number]
+            known = sum(piece.tokens for piece in pieces) + max(0, request.hit - span.start)
+            enough = known >= LEAST_PART * (span.stop - span.start)
+            kept += (piece for piece in pieces if enough or piece.exact)
+            if pieces and not enough and not request.settled:
+                span.reason = Reason.MOSTLY_NEW
+        return kept
 
     def bases(self, request: AgentRequest, match: Match) -> list[Base]:
         """Resident KV of a stretch, the newest of each content first."""

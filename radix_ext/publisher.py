@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from array import array
 from typing import TYPE_CHECKING
 
@@ -12,7 +13,7 @@ from kvcmas_sgl.radix_ext.harvest import HarvestJob
 from kvcmas_sgl.radix_ext.node_marks import Provenance, mark_corrected, mark_exact, path_to, provenance, slots
 from kvcmas_sgl.radix_ext.planner import own_key
 from kvcmas_sgl.radix_ext.request import AgentRequest
-from kvcmas_sgl.radix_ext.sources import Agent, Source, as_tokens
+from kvcmas_sgl.radix_ext.sources import Agent, Content, Source, as_tokens
 from sglang.srt.mem_cache.base_prefix_cache import InsertParams, MatchPrefixParams
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
@@ -188,18 +189,22 @@ class Publisher:
         return jobs
 
     def _source(
-        self, node: NodeId, *, content_start: int, content: object, agent: Agent | None, context: str, **more: object
+        self, node: NodeId, *, content_start: int, content: Content, agent: Agent | None, context: str, **more: object
     ) -> Source:
         marks = self._cache.spans.marks(node)
-        own = [mark for mark, _, stop in marks if stop > content_start]
-        errors = [mark.error for mark in own] or [mark.error for mark, _, _ in marks]
+        own = [(mark, stop - max(start, content_start)) for mark, start, stop in marks if stop > content_start]
+        error = max((mark.error for mark, _ in own), default=max((mark.error for mark, _, _ in marks), default=0.0))
+        if own and agent is not None:
+            # An error is that of a piece with its head, the energy of which lies in the tokens that the piece has.
+            corrected = self._cache.config.head + sum(tokens for _, tokens in own)
+            error *= math.sqrt(min(1.0, corrected / len(content.tokens)))
         return Source(
-            content=content,  # type: ignore[arg-type]
+            content=content,
             agent=agent,
             context=context,
             node=node,
             start=content_start,
-            error=max(errors, default=0.0),
+            error=error,
             exact=not marks,
             computed=not own,
             **more,  # type: ignore[arg-type]

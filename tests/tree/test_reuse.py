@@ -121,6 +121,33 @@ def test_the_newest_reader_becomes_a_source_with_its_error() -> None:
     assert not newest.exact and newest.error == report["predicted_error"] > 0
 
 
+@pytest.mark.parametrize("head", [0, 3])
+def test_a_span_that_is_known_in_part_is_an_error_in_part(head: int) -> None:
+    tree, known = Tree(head=head), document(99)
+    learned(tree)
+    PLANNER.read(tree, known)
+    text = [*known[:30], *document(98, 34)]
+    report = CRITIC.read(tree, text)
+    assert (report["reason"], report["corrected_tokens"]) == ("reused", 30 - head)
+    (source,) = sources_of(tree, text)
+    assert not source.exact
+    assert source.error == pytest.approx(report["predicted_error"] * (30 / 64) ** 0.5)
+
+
+def test_a_span_that_is_mostly_new_is_computed_and_stays_exact() -> None:
+    tree, known = Tree(), document(99)
+    learned(tree)
+    PLANNER.read(tree, known)
+    text = [*known[:15], *document(98, 49)]
+    report = CRITIC.read(tree, text)
+    assert (report["reason"], report["corrected_tokens"]) == ("mostly_new", 0)
+    assert sources_of(tree, text)[0].exact
+    # One more known token makes it a quarter.
+    other = document(96)
+    PLANNER.read(tree, other)
+    assert CRITIC.read(tree, [*other[:16], *document(97, 48)])["corrected_tokens"] == 16
+
+
 def test_a_budget_of_zero_reuses_nothing_that_is_not_exact() -> None:
     tree, text = Tree(max_kl=0.0), document(99)
     learned(tree)
