@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.serving.agents import LOAD, AgentBench
-from benchmarks.serving.arms import ARMS, OFF, OURS, PYTHON, ROTATE, RUST, Arm, Fleet
+from benchmarks.serving.arms import ARMS, EXTRAS, OFF, OURS, PYTHON, RUST, Arm, Fleet
 from benchmarks.serving.load_client import load_client_figures, measure_load_client
 from benchmarks.serving.peers import try_peers
 from benchmarks.serving.plain import measure_plain, plain_figures
@@ -114,7 +114,7 @@ class Benchmark:
 
     def _poisson(self, bench: AgentBench, pair: Sequence[Arm]) -> dict[str, Any]:
         plan = self.plan
-        arms = [*pair, *([ARMS[ROTATE]] if plan.rotate_only else [])]
+        arms = [*pair, *(ARMS[name] for name in EXTRAS if plan.extras)]
         return bench.poisson(arms, LOAD, plan.poisson_workflows, plan.poisson_repeats, self.clock)
 
     def _scaling(self, fleet: Fleet) -> dict[str, Any]:
@@ -151,7 +151,7 @@ def parser() -> argparse.ArgumentParser:
                  "saturation_workflows", "saturation_repeats", "sweep_workflows", "load_repeats", "scale_documents",
                  "scale_roles", "seed"):  # fmt: skip
         command.add_argument(f"--{name.replace('_', '-')}", type=int, metavar="N", help=f"{name} of the plan (plan.py)")
-    command.add_argument("--no-rotate-only", action="store_true", help="leave the rotate-only arm out")
+    command.add_argument("--no-extras", action="store_true", help=f"leave these arms out: {', '.join(EXTRAS)}")
     return command
 
 
@@ -163,8 +163,8 @@ def make_plan(options: argparse.Namespace) -> Plan:
             raise ValueError(f"--phases names {name!r}; known are {', '.join(PHASES)}.")
     plan = QUICK if options.quick else FULL
     changed = {name: value for name, value in vars(options).items() if name in asdict(plan) and value is not None}
-    rotate_only = plan.rotate_only and not options.no_rotate_only
-    return replace(plan, **{**changed, "phases": phases, "rotate_only": rotate_only})
+    extras = plan.extras and not options.no_extras
+    return replace(plan, **{**changed, "phases": phases, "extras": extras})
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.serving.arms import ARMS, OURS, ROTATE, RUST, Arm, Fleet
+from benchmarks.serving.arms import ANCHORS, EXTRAS, OURS, ROTATE, RUST, Arm, Fleet
 from benchmarks.serving.bootstrap import Ratio, paired_ratio
 from benchmarks.serving.bounds import bounds
 from benchmarks.serving.plan import AGENTS, SLO_FACTOR, Clock, Plan
@@ -62,7 +62,7 @@ class AgentBench:
         self.warm_up(arms)
         seconds = {}
         for arm in arms:
-            if arm.name == OURS:
+            if arm.learns:
                 seconds[arm.name] = learn(self.fleet, arm, self.builder.workflows(self.plan.learned, "learned-"))
         return {"learning_hop_s": seconds, "workflows": self.plan.learned}
 
@@ -108,29 +108,32 @@ class AgentBench:
         self.slo = Slo(SLO_FACTOR * saturation["first_reader_s"], _TPOT_S)
 
     def poisson(self, arms: Sequence[Arm], load: float, workflows: int, repeats: int, clock: Clock) -> dict[str, Any]:
-        """Poisson arrivals at `load` of stock's limit, stock and ours first; rotate-only where time is left."""
+        """Poisson arrivals at `load` of stock's limit, stock and ours first; `EXTRAS` where time is left."""
         if self.rate is None:
             raise RuntimeError("the rate of arrivals follows from stock's saturation, which was not measured")
         rate = load * self.rate
         found: list[Measured] = []
         for repeat in range(repeats):
             flows = poisson(self.builder.workflows(workflows, f"poisson-{load}-{repeat}-"), rate, f"{load}-{repeat}")
-            chosen = [arm for arm in arms if arm.name != ROTATE]
-            found += self.compare(flows, OpenLoop(), chosen, f"poisson {load:.0%}")
-            # A server that starts takes the cores: this one does when the others have been timed.
-            seconds = flows[-1].arrival_s + (90 if repeat == 0 else 30)
-            if ROTATE in [arm.name for arm in arms] and clock.has(seconds, f"{ROTATE} at {load:.0%}, repeat {repeat}"):
-                if self.fleet.start([ARMS[ROTATE]]):
-                    self.warm_up([ARMS[ROTATE]])
-                extra = measure(self.fleet, ARMS[ROTATE], flows, OpenLoop(), f"poisson {load:.0%}")
-                check_prompts([found[-1], extra])
-                found.append(extra)
+            found += self.compare(
+                flows, OpenLoop(), [arm for arm in arms if arm.name not in EXTRAS], f"poisson {load:.0%}"
+            )
+            # A server that starts and learns takes the cores: these do when the others have been timed.
+            for arm in arms:
+                seconds = flows[-1].arrival_s + (90 + arm.learns * 60 if repeat == 0 else 30)
+                if arm.name in EXTRAS and clock.has(seconds, f"{arm.name} at {load:.0%}, repeat {repeat}"):
+                    if self.fleet.start([arm]):
+                        self.prepare([arm])
+                    extra = measure(self.fleet, arm, flows, OpenLoop(), f"poisson {load:.0%}")
+                    check_prompts([found[-1], extra])
+                    found.append(extra)
         return {
             "load": load,
             "rate_per_s": rate,
             "slo": asdict(self.slo),
             **comparison(found),
             "against_rotate_only": ratios(found, OURS, ROTATE),
+            "against_anchors": ratios(found, OURS, ANCHORS),
             "rows": [self.row(entry) for entry in found],
         }
 

@@ -11,7 +11,10 @@ from pathlib import Path
 from benchmarks.workload.endpoint import Endpoint
 from kvcmas_sgl.demo.servers import ServerProcess, kvcmas_command, server_environment, stock_command
 
-RUST, PYTHON, OFF, OURS, ROTATE = "stock-rust", "stock-python", "ours-off", "ours", "rotate-only"
+RUST, PYTHON, OFF, OURS = "stock-rust", "stock-python", "ours-off", "ours"
+ROTATE, ANCHORS = "rotate-only", "anchors"
+EXTRAS = (ROTATE, ANCHORS)
+"""Other ways to correct, on our cache: measured beside ours where time is left."""
 # SGLang's own switch between the two cores of its radix tree.
 _TREE_CORE = "SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND"
 
@@ -20,13 +23,14 @@ _TREE_CORE = "SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND"
 class Arm:
     """`flags` and `environment` are the server's; `hints`: requests name their role and spans.
 
-    `server`: the arm whose server this one uses, if not one of its own.
+    `server`: the arm whose server this one uses, if not one of its own. `learns`: it refuses to reuse before it has.
     """
 
     name: str
     label: str
     ours: bool
     hints: bool = False
+    learns: bool = False
     flags: tuple[str, ...] = ()
     environment: Mapping[str, str] | None = None
     server: str = ""
@@ -43,13 +47,21 @@ ARMS = {
         Arm(PYTHON, "stock SGLang, Python tree", ours=False, environment={_TREE_CORE: "python"}),
         # Measured before the first request with a hint.
         Arm(OFF, "ours, no agent traffic", ours=True, server="ours"),
-        Arm(OURS, "ours", ours=True, hints=True),
+        Arm(OURS, "ours", ours=True, hints=True, learns=True),
         Arm(
             ROTATE,
             "rotate-only",
             ours=True,
             hints=True,
             flags=("--kvcmas-policy", "always", "--kvcmas-estimator", "none", "--kvcmas-head", "0"),
+        ),
+        Arm(
+            ANCHORS,
+            "published anchors, our gate",
+            ours=True,
+            hints=True,
+            learns=True,
+            flags=("--kvcmas-estimator", "anchors", "--kvcmas-rank", "32"),
         ),
     )
 }

@@ -60,7 +60,7 @@ class Plan:
     spans: tuple[int, ...] = (256, 512, 1024, 4096)
     agents: tuple[int, ...] = (2, 4, 8)
     unseen: tuple[float, ...] = (0.0, 0.5, 1.0)
-    rotate_only: bool = True
+    extras: bool = True
     second_document: int = 768
     budget_s: float = 5000.0
     seed: int = 0

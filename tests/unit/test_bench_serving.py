@@ -12,7 +12,7 @@ import pytest
 
 from benchmarks.serving.__main__ import make_plan, parser
 from benchmarks.serving.agents import comparison, ratios
-from benchmarks.serving.arms import ARMS, OFF, OURS, PYTHON, RUST
+from benchmarks.serving.arms import ANCHORS, ARMS, EXTRAS, OFF, OURS, PYTHON, RUST
 from benchmarks.serving.bootstrap import paired_ratio
 from benchmarks.serving.bounds import bounds, least_tokens, stock_tokens
 from benchmarks.serving.load_client import LoadRun, load_client_figures
@@ -146,7 +146,7 @@ def test_flatness_is_the_late_windows_over_the_early_ones():
 def test_the_command_line_changes_the_plan_and_refuses_unknown_phases():
     plan = make_plan(parser().parse_args(["--quick", "--phases", "plain,poisson70", "--document-tokens", "300"]))
     assert (plan.document_tokens, plan.phases) == (300, ("plain", "poisson70"))
-    assert plan.poisson_repeats == 1 and plan.rotate_only
+    assert plan.poisson_repeats == 1 and plan.extras
     with pytest.raises(ValueError, match="--phases names 'plane'"):
         make_plan(parser().parse_args(["--phases", "plane"]))
 
@@ -159,8 +159,9 @@ def test_a_clock_without_time_left_notes_what_it_leaves_out():
 
 def test_every_arm_but_the_off_one_has_its_own_server():
     keys = [arm.key for arm in ARMS.values()]
-    assert sorted(keys) == sorted([RUST, PYTHON, OURS, OURS, "rotate-only"])
+    assert sorted(keys) == sorted([RUST, PYTHON, OURS, OURS, *EXTRAS])
     assert ARMS[OFF].key == OURS and not ARMS[OFF].hints
+    assert [name for name, arm in ARMS.items() if arm.learns] == [OURS, ANCHORS]
 
 
 def test_the_reason_of_a_failed_start_is_the_last_exception_of_the_log(tmp_path: Path):
