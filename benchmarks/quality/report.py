@@ -17,7 +17,7 @@ from benchmarks.quality.summary import Cell, Row
 
 _HEAD = (
     "method", "KL mean", "of fullshared", "KL first", "KL p95", "top-1", "same choice", "same answer", "score",
-    "to dense (95 %)", "recomputed", "reused", "state MiB", "K error", "V error", "s a reading",
+    "to dense (95 %)", "recomputed", "of spans", "reused", "state MiB", "K error", "V error", "s a reading",
 )  # fmt: skip
 _CLAIM_HEAD = ("claim", "published", "ours", "conditions", "verdict")
 _CELL_HEAD = ("task", "reader", "fullshared KL", "noise KL", "counts", "above bf16 noise")
@@ -118,7 +118,8 @@ def _sentences(report: Report) -> list[str]:
     lines = [
         f"Every method on the same {full.readings} readings, in fp32: KL compares the next-token distributions after "
         f"the spans, along the dense run's request and greedy answer, with those of the dense run.",
-        "Recomputed: token-layers computed, of those that a dense run computes after the agent's own prefix; encoding "
+        "Recomputed: token-layers computed, of those that a dense run computes after the agent's own prefix, and of "
+        "those of spans; encoding "
         "new content without context is charged in equal parts to its readers, so both shares can sum to more than 1.",
         f"Noise: another chunking of the same dense run, KL {report.rows['noise'].kl_mean:.1e} in fp32"
         + ("." if report.noise_bf16 is None else f", {report.noise_bf16:.4f} between two bf16 runs."),
@@ -145,6 +146,7 @@ def _cells(name: str, row: Row) -> tuple[str, ...]:
         _maybe(row.score),
         "-" if row.score_low is None or row.score_high is None else f"{row.score_low:+.2f} to {row.score_high:+.2f}",
         f"{row.recomputed_share:.3f}",
+        f"{row.span_recomputed_share:.3f}",
         f"{row.reused_share:.3f}",
         f"{row.state_bytes / 2**20:.1f}",
         f"{row.error_k:.3f}",

@@ -22,8 +22,9 @@ class Row:
     same options are chosen as by the dense run. same_answer: of greedy answers with the dense tokens. score: of
     questions answered right, of kinds that the dense run answers above chance; score_low, score_high: 95 % interval of
     the difference to dense, paired bootstrap over tasks. recomputed_share: token-layers computed over those of a dense
-    run, encoding without context included; reused_share: token-layers taken over. error_k, error_v: relative, mean over
-    layers. seconds: a reading, without its request.
+    run, encoding without context included; reused_share: token-layers taken over. span_recomputed_share: token-layers
+    of spans computed, of all that spans have; of what a method computes, text between spans comes first. error_k,
+    error_v: relative, mean over layers. seconds: a reading, without its request.
     """
 
     kl_mean: float
@@ -40,6 +41,7 @@ class Row:
     multi_hop: float | None
     recomputed_share: float
     reused_share: float
+    span_recomputed_share: float
     state_bytes: int
     error_k: float
     error_v: float
@@ -116,6 +118,7 @@ def _row(found: Sequence[Result], dense: Sequence[Result], base: float, hops: se
     scored = [probe for probe in probes if probe.hops in hops]
     low, high = _interval(found, dense, hops)
     total = sum(result.computed + result.reused + result.request for result in found)
+    of_spans = [len(result.error_k) * sum(result.span_lengths) for result in found]
     error_k = torch.stack([result.error_k for result in found]).mean(0)
     error_v = torch.stack([result.error_v for result in found]).mean(0)
     return Row(
@@ -133,6 +136,8 @@ def _row(found: Sequence[Result], dense: Sequence[Result], base: float, hops: se
         multi_hop=_share([_right(probe) for probe in probes if probe.hops == 2]),
         recomputed_share=sum(r.computed + r.encoded + r.request for r in found) / total,
         reused_share=sum(result.reused for result in found) / total,
+        span_recomputed_share=sum(max(0, spans - r.reused) for r, spans in zip(found, of_spans, strict=True))
+        / sum(of_spans),
         state_bytes=state_bytes,
         error_k=float(error_k.mean()),
         error_v=float(error_v.mean()),

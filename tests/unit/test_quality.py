@@ -346,6 +346,7 @@ def test_every_method_of_the_report_runs_and_adds_up(model: ReferenceModel, runn
     rows = summarize(results, counted, {})
     assert rows["none"].kl_mean == rows["fullshared"].kl_mean and rows["fullshared"].kl_ratio == 1
     assert rows["dense"].kl_mean < 1e-12 and rows["dense"].recomputed_share == 1 and rows["dense"].reused_share == 0
+    assert rows["dense"].span_recomputed_share == 1 and rows["fullshared"].span_recomputed_share == 0
     assert rows["noise"].kl_mean < 1e-8
     assert rows["fullshared"].kl_mean == mean_kl([r for r in results if r.method == "fullshared"])
     covered = coverage(results)
