@@ -87,6 +87,13 @@ class ServerProcess:
     def url(self) -> str:
         return f"http://{HOST}:{self.port}"
 
+    @property
+    def process(self) -> subprocess.Popen[bytes]:
+        """The server's main process. Raises `ServerError` unless it was started and not stopped."""
+        if self._process is None:
+            raise ServerError(f"{self.name} is not running.")
+        return self._process
+
     def __enter__(self) -> Self:
         self.start()
         return self

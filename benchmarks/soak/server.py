@@ -1,0 +1,33 @@
+"""`kvcmas_sgl.launch_server` with faults in it: ``SOAK_FAULT_RATE=0.01 python -m benchmarks.soak.server --model-path MODEL``.
+
+SGLang starts its scheduler as a fresh process, which imports the program's main module, this one, before anything
+else. The variable means nothing to a server that was started any other way.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Any
+
+from benchmarks.soak.faults import Injector, install
+from kvcmas_sgl.seams import cache_factory
+
+RATE = "SOAK_FAULT_RATE"
+
+_create = cache_factory.create
+
+
+def create(ctx: Any) -> Any:
+    """Our cache, as SGLang's registry asks for it, with faults in it."""
+    cache = _create(ctx)
+    install(cache, Injector(float(os.environ.get(RATE, "0.01"))))
+    return cache
+
+
+cache_factory.create = create
+
+if __name__ == "__main__":
+    from kvcmas_sgl.launch_server import main
+
+    main(sys.argv[1:])

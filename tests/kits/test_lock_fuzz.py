@@ -1,0 +1,27 @@
+"""SGLang's lock fuzz on our tree: random inserts, matches, locks, releases and evictions, checked after each."""
+
+from __future__ import annotations
+
+import unittest
+from unittest import mock
+
+import pytest
+from sglang.test.kits.unified_radix_cache import insert_walk
+from sglang.test.kits.unified_radix_cache.config import CacheConfig
+
+from tests.tree.harness import Tree
+
+
+def build(cfg: CacheConfig) -> tuple[object, object, object]:
+    tree = Tree(slots=cfg.kv_size)
+    return tree.cache, tree.allocator, tree.rows
+
+
+class Fuzz(insert_walk.SegmentLockFuzzFixtures, unittest.TestCase):
+    cfg = CacheConfig(kv_size=256)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_lock_fuzz(seed: int) -> None:
+    with mock.patch.object(insert_walk, "build_fixture", build):
+        Fuzz()._run_seed(seed, steps=200)
