@@ -1,4 +1,4 @@
-"""`kvcmas_sgl.launch_server` with faults in it: ``SOAK_FAULT_RATE=0.01 python -m benchmarks.soak.server --model-path MODEL``.
+"""`kvcmas_sgl.launch_server` with faults: ``SOAK_FAULT_RATE=0.01 python -m benchmarks.soak.server --model-path M``.
 
 SGLang starts its scheduler as a fresh process, which imports the program's main module, this one, before anything
 else. The variable means nothing to a server that was started any other way.

@@ -47,8 +47,14 @@ def around_forward(original: Callable[..., Any], runner: Any, forward_batch: Any
         return original(runner, forward_batch, *args, **kwargs)
     starts, lengths = forward_batch.extend_prefix_lens_cpu, forward_batch.extend_seq_lens_cpu
     rows = fresh_rows(starts, lengths, placed)
-    output = original(runner, fold(forward_batch, rows, runner.kv_index_translator), *args, **kwargs)
-    unfold(output.logits_output, rows)
+    last = _last_rows(rows)
+    parts = []
+    for part in _parts(runner, len(rows)):
+        folded = fold(forward_batch, rows[part], runner.kv_index_translator, last[part])
+        output = original(runner, folded, *args, **kwargs)
+        unfold(output.logits_output, last[part])
+        parts.append(output.logits_output)
+    join(parts)
     return output
 
 
@@ -86,8 +92,18 @@ def fresh_rows(starts: Sequence[int], lengths: Sequence[int], placed: Sequence[S
     return rows
 
 
-def fold(batch: Any, rows: Sequence[Row], translator: Any) -> Any:
-    """A copy of a ``ForwardBatch`` that computes only ``rows``; the original stays as sampling needs it."""
+def _parts(runner: Any, rows: int) -> list[slice]:
+    """Rows that one pass can take: SGLang sizes its buffers for as many as it runs requests. Later parts see earlier
+    ones in the pool, as later rows do."""
+    room = min(runner.max_running_requests, runner.req_to_token_pool.size)
+    return [slice(first, min(first + room, rows)) for first in range(0, rows, room)]
+
+
+def fold(batch: Any, rows: Sequence[Row], translator: Any, last: Sequence[bool]) -> Any:
+    """A copy of a ``ForwardBatch`` that computes only ``rows``; the original stays as sampling needs it.
+
+    ``last``: whether each of them is the last one of its request.
+    """
     starts, lengths = batch.extend_prefix_lens_cpu, batch.extend_seq_lens_cpu
     device = batch.input_ids.device
     offsets = [0]
@@ -126,7 +142,6 @@ def fold(batch: Any, rows: Sequence[Row], translator: Any) -> Any:
         values = getattr(batch, name)
         if values is not None:
             setattr(folded, name, [values[i] for i in owner])
-    last = _last_rows(rows)
     for name, nothing in (("top_logprobs_nums", 0), ("token_ids_logprobs", None)):
         values = getattr(batch, name)
         if values is not None:
@@ -158,8 +173,11 @@ class RowForward:
         (line,) = pool.alloc_rows(1)
         try:
             pool.write((line, slice(0, len(tokens))), slots.to(torch.int32))
-            output = self._runner.forward(self._batch(tokens, slots, rows, line))
-            return output.logits_output.next_token_logits.float()
+            logits = []
+            for part in _parts(self._runner, len(rows)):
+                output = self._runner.forward(self._batch(tokens, slots, rows[part], line))
+                logits.append(output.logits_output.next_token_logits.float())
+            return torch.cat(logits)
         finally:
             pool.free_slots.append(line)
 
@@ -196,14 +214,29 @@ class RowForward:
         return batch
 
 
-def unfold(logits: Any, rows: Sequence[Row]) -> None:
+def unfold(logits: Any, last: Sequence[bool]) -> None:
     """Leave, of the outputs of every row, those of each request's last one; in place."""
-    last = [i for i, is_last in enumerate(_last_rows(rows)) if is_last]
-    logits.next_token_logits = logits.next_token_logits[torch.tensor(last).to(logits.next_token_logits.device)]
+    kept = [i for i, is_last in enumerate(last) if is_last]
+    at = torch.tensor(kept, dtype=torch.long).to(logits.next_token_logits.device)
+    logits.next_token_logits = logits.next_token_logits[at]
     for name in _PER_ROW:
         values = getattr(logits, name)
         if values is not None:
-            setattr(logits, name, [values[i] for i in last])
+            setattr(logits, name, [values[i] for i in kept])
+
+
+def join(parts: Sequence[Any]) -> None:
+    """Add what the earlier parts of a pass gave to the last part's ``LogitsProcessorOutput``, in place."""
+    whole = parts[-1]
+    if len(parts) == 1:
+        return
+    whole.next_token_logits = torch.cat([part.next_token_logits for part in parts])
+    for name in _PER_ROW:
+        if getattr(whole, name) is not None:
+            setattr(whole, name, [value for part in parts for value in getattr(part, name) or ()])
+    if whole.input_token_logprobs is not None:
+        found = [part.input_token_logprobs for part in parts if part.input_token_logprobs is not None]
+        whole.input_token_logprobs = torch.cat(found)
 
 
 def _last_rows(rows: Sequence[Row]) -> list[bool]:

