@@ -6,7 +6,7 @@ READY := $(VENV)/.ready
 REPORTS := reports
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lock demo examples test lint unit kernels engine server state-machine bench-attention bench-kernels \
+.PHONY: help setup lock demo examples test lint unit kernels engine server test-kits ranks soak state-machine bench-attention bench-kernels \
 	bench-spans bench-quality bench-serving gpu-check docs clean
 
 help: ## Show this help
@@ -57,6 +57,15 @@ engine: setup ## Tests on SGLang's in-process engine
 
 server: setup ## Tests over HTTP, on one server
 	$(BIN)/pytest tests/server
+
+test-kits: setup ## SGLang's own test kits against our cache, with plain and agent traffic (docs/kits.md); 8 minutes
+	$(BIN)/pytest tests/kits
+
+ranks: setup ## Tensor parallelism: two ranks on the CPU decide alike, and answer as one
+	$(BIN)/pytest tests/ranks
+
+soak: setup ## One server under mixed load, faults, aborts and flushes, MINUTES of it (reports/soak.html)
+	$(BIN)/python -m benchmarks.soak --reports $(REPORTS) --minutes $(or $(MINUTES),20)
 
 state-machine: setup ## Random interleavings of everything that happens to the cache, STEPS of them, from SEED on
 	$(BIN)/python -m tests.tree --steps $(or $(STEPS),100000) --seed $(or $(SEED),0)

@@ -21,7 +21,6 @@ _RULES: tuple[tuple[str, tuple[Any, ...], str, str], ...] = (
     ("enable_session_radix_cache", (False,), "--enable-session-radix-cache", "it is not supported"),
     ("enable_streaming_session", (False,), "--enable-streaming-session", "it is not supported"),
     ("disaggregation_mode", ("null",), "--disaggregation-mode", "only null is supported"),
-    ("tp_size", (1,), "--tp-size", "only 1 is supported"),
     ("dp_size", (1,), "--dp-size", "only 1 is supported"),
     ("pp_size", (1,), "--pp-size", "only 1 is supported"),
     ("dcp_size", (1,), "--dcp-size", "only 1 is supported"),
@@ -49,6 +48,11 @@ def check_state_dir(folder: str | None, arguments: Any) -> None:
     """Raise `UnsupportedSetupError` unless learned state can be kept in ``folder``; makes it if it is not there."""
     if folder is None:
         return
+    if arguments.tp_size != 1:
+        raise UnsupportedSetupError(
+            f"--kvcmas-state-dir is {folder!r}, which --tp-size {arguments.tp_size} does not allow: its ranks do not "
+            "save at the same moment."
+        )
     if arguments.enable_lora:
         raise UnsupportedSetupError(
             f"--kvcmas-state-dir is {folder!r}, which --enable-lora does not allow: an adapter's name does not tell "

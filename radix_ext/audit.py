@@ -20,9 +20,10 @@ from kvcmas_sgl.radix_ext.estimators import Edge
 from kvcmas_sgl.radix_ext.harvest import HarvestJob
 from kvcmas_sgl.radix_ext.heavy import EFFORTS, Effort, heavy_tokens
 from kvcmas_sgl.radix_ext.kv_view import KVView
+from kvcmas_sgl.radix_ext.ranks import Ranks
 from kvcmas_sgl.radix_ext.request import AgentRequest
 from kvcmas_sgl.radix_ext.sources import Source, edge
-from kvcmas_sgl.triton_kernels import Delta, Segment
+from kvcmas_sgl.triton_kernels import CorrectionError, Delta, Segment
 from torch import Tensor
 
 ANSWER_TOKENS = 32
@@ -117,6 +118,8 @@ class Auditor:
         Slots of everything up to the end of a source, or None.
     allocate, free
         Slots for the duration of an audit; ``allocate`` gives None rather than evict.
+    ranks
+        Those that hold the other heads.
     """
 
     def __init__(
@@ -129,8 +132,10 @@ class Auditor:
         path_of: Callable[[Source], Tensor | None],
         allocate: Callable[[int], Tensor | None],
         free: Callable[[Tensor], None],
+        ranks: Ranks,
     ) -> None:
         self._view = view
+        self._ranks = ranks
         self._predict = predict
         self._wanted = wanted
         self._slots_of = slots_of
@@ -160,7 +165,8 @@ class Auditor:
                     other = None if truth is None else self._run(job, rows, forward, Trial(stretch, base, delta, heavy))
                     if truth is None or other is None:
                         return
-                    job.results[on, effort] = mean_kl(truth[-compared:], other[-compared:])
+                    (kl,) = self._ranks.mean([mean_kl(truth[-compared:], other[-compared:])]).tolist()
+                    job.results[on, effort] = kl
                     yield
 
     def _run(
@@ -198,11 +204,21 @@ class Auditor:
                     offset=offset,
                     delta=trial.delta,
                 )
-                self._view.correct([segment])
+                self._correct(segment)
             slots[fresh] = taken[length:]
             return forward(job.tokens, slots, rows)
         finally:
             self._free(taken)
+
+    def _correct(self, segment: Segment) -> None:
+        """Correct on all ranks, or raise on all: a forward pass is theirs together."""
+        error: Exception | None = None
+        try:
+            self._view.correct([segment])
+        except Exception as raised:
+            error = raised
+        if not all(self._ranks.agreed([0 if error is None else None])):
+            raise error or CorrectionError("the correction failed on another rank")
 
 
 def audit_rows(spans: Sequence[tuple[int, int]], after: int, prompt: int, total: int) -> list[tuple[int, int]]:

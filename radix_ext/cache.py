@@ -38,6 +38,7 @@ from kvcmas_sgl.radix_ext.placement import Pass, Placer
 from kvcmas_sgl.radix_ext.planner import Planner, Wish
 from kvcmas_sgl.radix_ext.predictor import Predictor
 from kvcmas_sgl.radix_ext.publisher import Publisher
+from kvcmas_sgl.radix_ext.ranks import ONE_RANK, Ranks
 from kvcmas_sgl.radix_ext.request import AgentRequest
 from kvcmas_sgl.radix_ext.sources import SourceIndex
 from kvcmas_sgl.radix_ext.span_tree import SpanTree
@@ -72,9 +73,11 @@ class DeltaRadixCache(UnifiedRadixCache):
         The operator's settings.
     view
         The pool that ``params`` allocates from, with the model's rotary table.
+    ranks
+        Those that hold the other heads of the KV.
     """
 
-    def __init__(self, params: CacheInitParams, *, config: KvcmasConfig, view: KVView) -> None:
+    def __init__(self, params: CacheInitParams, *, config: KvcmasConfig, view: KVView, ranks: Ranks = ONE_RANK) -> None:
         self.config = config
         self.switches = Switches.of(config)
         self.view = view
@@ -115,9 +118,10 @@ class DeltaRadixCache(UnifiedRadixCache):
             audited=config.estimator,
             slots_of=self.spans.slots,
             attach=self.spans.attach,
+            ranks=ranks,
         )
         self.learner = Learner(
-            self.estimators, self.gate, self.prefixes, self.deltas, self.statistics, config.state_bytes
+            self.estimators, self.gate, self.prefixes, self.deltas, self.statistics, config.state_bytes, ranks
         )
         auditor = Auditor(
             view,
@@ -127,6 +131,7 @@ class DeltaRadixCache(UnifiedRadixCache):
             path_of=self.spans.path,
             allocate=self._take_free,
             free=self.token_to_kv_pool_allocator.free,
+            ranks=ranks,
         )
         checker = Checker(
             share=config.check_share,
@@ -141,8 +146,8 @@ class DeltaRadixCache(UnifiedRadixCache):
             allocate=self._take_free,
             free=self.token_to_kv_pool_allocator.free,
         )
-        self.lessons = Lessons(harvester, auditor, checker, self.learner, self.statistics, self.spans.path)
-        self._placer = Placer(view, self.planner, self.spans.slots, self.statistics)
+        self.lessons = Lessons(harvester, auditor, checker, self.learner, self.statistics, self.spans.path, ranks)
+        self._placer = Placer(view, self.planner, self.spans.slots, self.statistics, ranks)
         self._publisher = Publisher(self)
         self.keeper: StateKeeper | None = None
 

@@ -22,6 +22,7 @@ from kvcmas_sgl.radix_ext.heavy import EFFORTS, Effort, heavy_tokens
 from kvcmas_sgl.radix_ext.kv_view import KVView, SampledRows
 from kvcmas_sgl.radix_ext.lowrank import energy_rank, row_space
 from kvcmas_sgl.radix_ext.predictor import Predictor
+from kvcmas_sgl.radix_ext.ranks import ONE_RANK, Ranks
 from kvcmas_sgl.radix_ext.sources import Source, edge
 from kvcmas_sgl.radix_ext.statistics import Statistics
 from kvcmas_sgl.triton_kernels import Delta
@@ -91,6 +92,8 @@ class Harvester:
         Slots (int64 [n]) of a source's content, or None when it has left the tree.
     attach
         Puts the own delta's rows on the nodes of the base, under a name.
+    ranks
+        Those that hold the other heads.
     """
 
     def __init__(
@@ -105,6 +108,7 @@ class Harvester:
         audited: str,
         slots_of: Callable[[Source], Tensor | None],
         attach: Callable[[Source, str, Rows], None],
+        ranks: Ranks = ONE_RANK,
     ) -> None:
         self.view = view
         self.predictor = predictor
@@ -116,6 +120,7 @@ class Harvester:
         self.audited = audited
         self.slots_of = slots_of
         self.attach = attach
+        self.ranks = ranks
 
     def steps(self, job: HarvestJob) -> Iterator[None]:
         """Do the job; every ``next`` is one short step. Ends early when the KV has left the tree."""
@@ -134,7 +139,8 @@ class Harvester:
             if slots is not None:
                 sampled.append((base, self.view.sample(slots, _position(base), t)))
         # Before the first observation: an estimator must not learn some layers of a span and not the others.
-        if not all(part.finite for part in (rows, *(base_rows for _, base_rows in sampled))):
+        finite = all(part.finite for part in (rows, *(base_rows for _, base_rows in sampled)))
+        if not all(self.ranks.agreed([0 if finite else None])):
             raise ValueError("a dense run or its source holds NaN or Inf: nothing is learned from it")
         yield
         whole = [base for base, _ in sampled if base.offset == 0 and base.source.length == job.length]
@@ -188,20 +194,22 @@ class Harvester:
             if own is not None:
                 own.add(off, of_true, scored, weight, self.own_rank, self.view.dtype)
             yield
+        measured = iter(self.ranks.mean([m.squared_error for ways in meters.values() for m in ways.values()]).tolist())
         for name, ways in meters.items():
-            for effort, meter in ways.items():
+            for effort in ways:
+                squared_error = next(measured)
                 kl = job.audits.get((on, effort)) if name == self.audited else None
                 called = effort.of(name)
                 expected = self.gate.expect(on, called, job.length)
-                self.gate.record(on, called, squared_error=meter.squared_error, tokens=job.length, kl=kl)
-                self.statistics.held_out(expected, error=math.sqrt(meter.squared_error), kl=kl)
+                self.gate.record(on, called, squared_error=squared_error, tokens=job.length, kl=kl)
+                self.statistics.held_out(expected, error=math.sqrt(squared_error), kl=kl)
         for estimator in self.estimators.values():
             estimator.finish(on)
         yield
 
     def _factor(self, job: HarvestJob, base: Base, own: _OwnDelta) -> Iterator[None]:
         left: list[tuple[Tensor, Tensor]] = []
-        right, error = own.result()
+        right, error = own.result(self.ranks)
         for layers in _chunks(0, self.view.layers):
             consumer_slots, base_slots = self._slots(job.consumer, job.length), self._slots(base, job.length)
             if consumer_slots is None or base_slots is None:
@@ -241,13 +249,16 @@ class _OwnDelta:
         self.kept.append(along / whole.clamp_min(torch.finfo(whole.dtype).tiny)[:, :, None])
         self.relative.append(whole / (true @ weight))
 
-    def result(self) -> tuple[Tensor, float]:
-        """K's and V's factors, [2, L, r, D], and the relative error of the KV that they correct."""
+    def result(self, ranks: Ranks) -> tuple[Tensor, float]:
+        """K's and V's factors, [2, L, r, D], and the relative error of the KV that they correct on all ``ranks``.
+
+        These take the same r, so that they hold, and drop, as many bytes.
+        """
         kept, relative = torch.cat(self.kept, 1), torch.cat(self.relative, 1)
-        rank = energy_rank(kept, self.energy)
+        rank = math.ceil(ranks.mean([energy_rank(kept, self.energy)]).item())
         cut = kept[:, :, rank:].sum(2) * relative
-        error = math.sqrt(self.meter.squared_error + float(cut.mean()))
-        return torch.cat(self.parts, 1)[:, :, :rank].contiguous(), error
+        squared_error = ranks.mean([self.meter.squared_error + float(cut.mean())]).item()
+        return torch.cat(self.parts, 1)[:, :, :rank].contiguous(), math.sqrt(squared_error)
 
 
 def sample_offsets(length: int, device: torch.device | str = "cpu") -> tuple[Tensor, Tensor]:

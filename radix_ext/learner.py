@@ -13,6 +13,7 @@ from kvcmas_sgl.radix_ext.agent_prefixes import AgentPrefixes
 from kvcmas_sgl.radix_ext.delta_store import DeltaStore
 from kvcmas_sgl.radix_ext.estimators import LastingEstimator
 from kvcmas_sgl.radix_ext.gate import Gate
+from kvcmas_sgl.radix_ext.ranks import ONE_RANK, OutOfStepError, Ranks
 from kvcmas_sgl.radix_ext.state_file import Lasting, State, StateError
 from kvcmas_sgl.radix_ext.statistics import Statistics
 
@@ -52,6 +53,7 @@ class Learner:
         deltas: DeltaStore,
         statistics: Statistics,
         state_bytes: int,
+        ranks: Ranks = ONE_RANK,
     ) -> None:
         self._estimators = estimators
         self._gate = gate
@@ -60,6 +62,7 @@ class Learner:
         self._deltas = deltas
         self._statistics = statistics
         self._budget = state_bytes
+        self._ranks = ranks
         self._jobs: deque[_Job] = deque()
         self.version = 0
         """Changes with what was learned."""
@@ -115,15 +118,19 @@ class Learner:
             self._drop()
         if not self._jobs:
             return False
-        started, job = time.perf_counter(), self._jobs[0]
+        started, job, done = time.perf_counter(), self._jobs[0], False
         try:
             with torch.inference_mode():
                 done = next(job.steps, _DONE) is _DONE
+            failed = self._ranks.step_done(False)
+        except OutOfStepError:
+            failed = True
         except Exception:
-            done = True
             self._statistics.failed("learning from a dense run", "it is skipped")
-        if done:
-            self._jobs.popleft()
+            failed = self._ranks.step_done(True)
+        if failed or done:
+            done = True
+            self._close(self._jobs.popleft())
             self.version += 1
             try:
                 # A job that failed may have left something behind, too.

@@ -14,6 +14,7 @@ from kvcmas_sgl.radix_ext.gate import Gate
 from kvcmas_sgl.radix_ext.harvest import Harvester, HarvestJob
 from kvcmas_sgl.radix_ext.heavy import EFFORTS, Effort, score_steps
 from kvcmas_sgl.radix_ext.learner import Learner, Steps
+from kvcmas_sgl.radix_ext.ranks import Ranks
 from kvcmas_sgl.radix_ext.request import AgentRequest
 from kvcmas_sgl.radix_ext.sources import Source
 from kvcmas_sgl.radix_ext.statistics import Statistics
@@ -53,9 +54,11 @@ class Lessons:
         learner: Learner,
         statistics: Statistics,
         path_of: Callable[[Source], Tensor | None],
+        ranks: Ranks,
     ) -> None:
         self._harvester = harvester
         self._path_of = path_of
+        self._ranks = ranks
         self._auditor = auditor
         self._checker = checker
         self._learner = learner
@@ -100,7 +103,7 @@ class Lessons:
         # Its slots belong to others once it has left the tree.
         while self._path_of(source) is not None:
             if next(steps, _DONE) is _DONE:
-                source.content.heavy = scores
+                source.content.heavy = self._ranks.mean(scores).astype(np.float32)
                 return
             yield
 

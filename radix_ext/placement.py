@@ -15,10 +15,11 @@ from kvcmas_sgl.radix_ext.decision import Piece, Reason
 from kvcmas_sgl.radix_ext.kv_view import KVView
 from kvcmas_sgl.radix_ext.node_marks import Provenance
 from kvcmas_sgl.radix_ext.planner import Declined, Planner
+from kvcmas_sgl.radix_ext.ranks import Ranks
 from kvcmas_sgl.radix_ext.request import AgentRequest, Placed
 from kvcmas_sgl.radix_ext.sources import Source, edge
 from kvcmas_sgl.radix_ext.statistics import Statistics, Use
-from kvcmas_sgl.triton_kernels import Segment
+from kvcmas_sgl.triton_kernels import CorrectionError, Segment
 from torch import Tensor
 
 if TYPE_CHECKING:
@@ -54,9 +55,15 @@ class Placer:
     """
 
     def __init__(
-        self, view: KVView, planner: Planner, slots_of: Callable[[Source], Tensor | None], statistics: Statistics
+        self,
+        view: KVView,
+        planner: Planner,
+        slots_of: Callable[[Source], Tensor | None],
+        statistics: Statistics,
+        ranks: Ranks,
     ) -> None:
         self._view = view
+        self._ranks = ranks
         self._planner = planner
         self._slots_of = slots_of
         self._statistics = statistics
@@ -67,30 +74,42 @@ class Placer:
         Tokens that are computed inside a piece get corrected KV too, which the forward pass overwrites. The last token
         of a pass is always computed: SGLang takes the logits there.
         """
-        steps = [step for one in passes for step in self._planned(one)]
-        done: list[_Step] = []
+        planned = [self._planned(one) for one in passes]
         try:
-            self._correct(steps)
-            done = steps
+            self._correct([step for steps in planned for step in steps or ()])
         except Exception:
             # One poisoned source must not cost the other requests their reuse.
-            for one in passes:
-                own = [step for step in steps if step.one is one]
-                try:
-                    self._correct(own)
-                    done += own
-                except Exception:
-                    self._failed(one)
-        for step in done:
-            self._record(step)
-        return [[placed for s in done if s.one is one for placed in s.piece.ranges] for one in passes]
+            planned = [self._corrected_alone(one, steps) for one, steps in zip(passes, planned, strict=True)]
+        together = self._ranks.agreed([None if steps is None else _digest(steps) for steps in planned])
+        placed: list[list[tuple[int, int]]] = []
+        for one, steps, agreed in zip(passes, planned, together, strict=True):
+            if steps is not None and not agreed:
+                self._failed_elsewhere(one)
+            for step in steps or () if agreed else ():
+                self._record(step)
+            placed.append([part for step in steps or () for part in step.piece.ranges] if agreed else [])
+        return placed
 
-    def _planned(self, one: Pass) -> list[_Step]:
+    def _planned(self, one: Pass) -> list[_Step] | None:
         try:
             return self._steps(one)
         except Exception:
             self._failed(one)
-            return []
+            return None
+
+    def _corrected_alone(self, one: Pass, steps: list[_Step] | None) -> list[_Step] | None:
+        try:
+            self._correct(steps or ())
+            return steps
+        except Exception:
+            self._failed(one)
+            return None
+
+    def _failed_elsewhere(self, one: Pass) -> None:
+        try:
+            raise CorrectionError("another rank could not correct this request, or was about to do something else")
+        except CorrectionError:
+            self._failed(one)
 
     def _steps(self, one: Pass) -> list[_Step]:
         request: AgentRequest = one.req.kvcmas
@@ -164,3 +183,9 @@ class Placer:
         # SGLang's own count of tokens that needed no computing.
         step.one.req.cached_tokens += count
         request.publish_report()
+
+
+def _digest(steps: Sequence[_Step]) -> int:
+    """What is about to be placed, as a number that all processes compute alike (numbers hash to themselves)."""
+    parts = [(*edges, s.piece.base.offset, s.segment.source_start) for s in steps for edges in s.piece.ranges]
+    return hash(tuple(parts)) & ((1 << 62) - 1)

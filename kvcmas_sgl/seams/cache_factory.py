@@ -20,6 +20,7 @@ def create(ctx: Any) -> Any:
     from kvcmas_sgl.radix_ext.cache import DeltaRadixCache
     from kvcmas_sgl.radix_ext.node_marks import DeltaFullComponent
     from kvcmas_sgl.seams import hooks, persistence
+    from kvcmas_sgl.seams.ranks import ranks_of
 
     hooks.extend_server()
     hooks.check_complete()
@@ -27,9 +28,14 @@ def create(ctx: Any) -> Any:
     pool = ctx.params.token_to_kv_pool_allocator.get_kvcache()
     view = _view(pool, rotary_table(ctx.tp_worker.model_runner.model), config)
     ctx.params.component_registry_override = {ComponentType.FULL: DeltaFullComponent}
-    cache = create_unified_radix_cache(ctx, cache_class=functools.partial(DeltaRadixCache, config=config, view=view))
+    cache = create_unified_radix_cache(
+        ctx,
+        cache_class=functools.partial(
+            DeltaRadixCache, config=config, view=view, ranks=ranks_of(ctx.params.tp_cache_group, ctx.tp_size)
+        ),
+    )
     ctx.tp_worker.model_runner.kvcmas_cache = cache
-    if ctx.params.enable_metrics:
+    if ctx.params.enable_metrics and ctx.tp_rank == 0:
         metrics.export(cache)
     persistence.restore(cache, ctx.tp_worker.model_runner.model)
     logger.info(

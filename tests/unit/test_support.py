@@ -30,7 +30,6 @@ BAD: dict[str, object] = {
     "speculative_algorithm": "EAGLE",
     "disaggregation_mode": "prefill",
     "page_size": 16,
-    "tp_size": 2,
     "dp_size": 2,
     "pp_size": 2,
     "dcp_size": 2,
@@ -66,3 +65,10 @@ def test_a_folder_that_cannot_keep_state_is_one_sentence(tmp_path: Path) -> None
         assert str(caught.value).startswith(f"--kvcmas-state-dir is '{folder}', but that folder cannot be written to: ")
     with pytest.raises(UnsupportedSetupError, match="which --enable-lora does not allow"):
         check_state_dir(str(tmp_path), Arguments(enable_lora=True))
+
+
+def test_ranks_keep_no_state(tmp_path: Path) -> None:
+    check_arguments(Arguments(tp_size=2))
+    check_state_dir(None, Arguments(tp_size=2))
+    with pytest.raises(UnsupportedSetupError, match=r"^--kvcmas-state-dir is '.*', which --tp-size 2 does not allow: "):
+        check_state_dir(str(tmp_path), Arguments(tp_size=2))
