@@ -6,8 +6,8 @@ READY := $(VENV)/.ready
 REPORTS := reports
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lock demo examples test lint unit kernels engine server test-kits ranks soak state-machine bench-attention bench-kernels \
-	bench-spans bench-quality bench-serving gpu-check docs clean
+.PHONY: help setup lock demo examples test lint unit kernels engine server test-kits ranks soak state-machine \
+	bench-attention bench-kernels bench-spans bench-quality bench-serving gpu-check docs clean
 
 help: ## Show this help
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
