@@ -5,6 +5,7 @@ The weights are random: which words come is of no interest, so answers are compa
 
 from __future__ import annotations
 
+import os
 import re
 import time
 from collections.abc import Iterator
@@ -15,7 +16,7 @@ from typing import Any
 import pytest
 import requests
 
-from kvcmas_sgl.demo.servers import ServerProcess, kvcmas_command
+from kvcmas_sgl.demo.servers import ServerProcess, kvcmas_command, server_environment
 from tests.prompts import CRITIC, HEAD, PLANNER, Reader, document
 from tests.ranks.small_llama import make_small_llama
 
@@ -34,7 +35,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def serve(model: Path, log: Path, ranks: int) -> ServerProcess:
     flags = ["--tp-size", str(ranks), "--max-total-tokens", "9000", "--kvcmas-log-decisions", "all"]
     flags += ["--kvcmas-max-kl", "0.2", "--random-seed", "1"]
-    return ServerProcess(f"{ranks} ranks", kvcmas_command(str(model), flags), log)
+    # SGLang binds each rank to cores of its own, and by itself only to those of a NUMA node.
+    cores = sorted(os.sched_getaffinity(0))
+    bound = "|".join(str(cores[rank * len(cores) // ranks]) for rank in range(ranks))
+    environment = {**server_environment(), "SGLANG_CPU_OMP_THREADS_BIND": bound}
+    return ServerProcess(f"{ranks} ranks", kvcmas_command(str(model), flags), log, environment=environment)
 
 
 def ask(server: ServerProcess, prompt: list[int], **fields: Any) -> dict[str, Any]:
