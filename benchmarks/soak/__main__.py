@@ -22,6 +22,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import requests
 from tqdm import tqdm
 
@@ -127,7 +128,7 @@ class Soak:
                 try:
                     last = asyncio.run(self._rounds_of(server, watch, load, list(alone)))
                     server.check_alive()
-                except (ServerError, OSError) as error:
+                except (ServerError, OSError, aiohttp.ClientError) as error:
                     self.found.problems.append(f"the server did not last: {error}")
             self.found.problems += _complaints(self._logs / "ours.log")
         return {
