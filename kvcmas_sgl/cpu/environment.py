@@ -37,11 +37,13 @@ def cpu_environment(env: Mapping[str, str]) -> dict[str, str]:
     """A copy of `env` (name -> value) in which a Python process can import and run SGLang on the CPU.
 
     Sets `SGLANG_USE_CPU_ENGINE=1`, puts our stand-in for `sgl_kernel` first on `PYTHONPATH`, and defaults
-    `HF_HUB_OFFLINE` to 1 (models are local folders; set it to 0 to let SGLang ask the hub). Idempotent.
+    `HF_HUB_OFFLINE` to 1 (models are local folders; set it to 0 to let SGLang ask the hub) and NCCL to none. Idempotent.
     """
     changed = dict(env)
     changed[CPU_ENGINE] = "1"
     changed.setdefault("HF_HUB_OFFLINE", "1")
+    # With several ranks SGLang starts NCCL wherever its library can be loaded, and goes without where it cannot.
+    changed.setdefault("SGLANG_NCCL_SO_PATH", "there-is-no-gpu")
     rest = [entry for entry in env.get("PYTHONPATH", "").split(os.pathsep) if entry and entry != str(STAND_IN)]
     changed["PYTHONPATH"] = os.pathsep.join([str(STAND_IN), *rest])
     return changed
