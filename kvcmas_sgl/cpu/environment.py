@@ -37,7 +37,8 @@ def cpu_environment(env: Mapping[str, str]) -> dict[str, str]:
     """A copy of `env` (name -> value) in which a Python process can import and run SGLang on the CPU.
 
     Sets `SGLANG_USE_CPU_ENGINE=1`, puts our stand-in for `sgl_kernel` first on `PYTHONPATH`, and defaults
-    `HF_HUB_OFFLINE` to 1 (models are local folders; set it to 0 to let SGLang ask the hub) and NCCL to none. Idempotent.
+    `HF_HUB_OFFLINE` to 1 (models are local folders; set it to 0 to let SGLang ask the hub) and NCCL to none.
+    Idempotent.
     """
     changed = dict(env)
     changed[CPU_ENGINE] = "1"

@@ -20,6 +20,7 @@ def test_environment_is_set_once_and_keeps_what_the_user_set() -> None:
         "HF_HUB_OFFLINE": "0",
         "OTHER": "x",
         "SGLANG_USE_CPU_ENGINE": "1",
+        "SGLANG_NCCL_SO_PATH": "there-is-no-gpu",
     }
     assert cpu_environment(once) == once
     assert cpu_environment({})["HF_HUB_OFFLINE"] == "1"
