@@ -34,7 +34,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def serve(model: Path, log: Path, ranks: int) -> ServerProcess:
     flags = ["--tp-size", str(ranks), "--max-total-tokens", "9000", "--kvcmas-log-decisions", "all"]
-    flags += ["--kvcmas-max-kl", "0.2", "--random-seed", "1"]
+    flags += ["--kvcmas-max-kl", "10", "--random-seed", "1"]
     # SGLang binds each rank to cores of its own, and by itself only to those of a NUMA node.
     cores = sorted(os.sched_getaffinity(0))
     bound = "|".join(str(cores[rank * len(cores) // ranks]) for rank in range(ranks))
@@ -108,4 +108,9 @@ def test_two_ranks_decide_alike_and_answer_as_one(model: Path, tmp_path: Path) -
     kinds = [(report["reason"], report["corrected_tokens"]) for report in reports]
     assert kinds == [(report["reason"], report["corrected_tokens"]) for report in expected]
     assert ("reused", N - HEAD) in kinds
-    assert logprobs == pytest.approx(expected_logprobs, abs=0.1)
+    off = [abs(a - b) for a, b in zip(logprobs, expected_logprobs, strict=True)]
+    agents, plain = max(off[: -len(ALONE)]), max(off[-len(ALONE) :])
+    print(
+        f"largest difference of a first token's logprob, two ranks against one: agents {agents:.3f}, plain {plain:.3f}"
+    )
+    assert max(agents, plain) < 0.1
