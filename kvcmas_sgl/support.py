@@ -32,6 +32,10 @@ _RULES: tuple[tuple[str, tuple[Any, ...], str, str], ...] = (
 )
 
 
+# Of others, a rank's heads alone say whether they know a content.
+_BY_RANK = ("affine", "none")
+
+
 class UnsupportedSetupError(ValueError):
     """SGLang is set up in a way that kvcmas does not support; the message is one sentence."""
 
@@ -42,6 +46,15 @@ def check_arguments(arguments: Any) -> None:
         value = getattr(arguments, field)
         if value not in allowed:
             raise UnsupportedSetupError(f"{flag} is {value!r}, which --enable-kvcmas does not allow: {why}.")
+
+
+def check_ranks(estimator: str, arguments: Any) -> None:
+    """Raise `UnsupportedSetupError` for an estimator whose predictions ranks cannot make apart."""
+    if arguments.tp_size != 1 and estimator not in _BY_RANK:
+        raise UnsupportedSetupError(
+            f"--kvcmas-estimator is {estimator!r}, which --tp-size {arguments.tp_size} does not allow: only "
+            f"{' and '.join(_BY_RANK)} predict each head by itself."
+        )
 
 
 def check_state_dir(folder: str | None, arguments: Any) -> None:

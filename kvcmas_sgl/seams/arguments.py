@@ -15,7 +15,7 @@ from kvcmas_sgl.config import (
     published_config,
 )
 from kvcmas_sgl.seams import control, hooks
-from kvcmas_sgl.support import UnsupportedSetupError, check_arguments, check_model, check_state_dir
+from kvcmas_sgl.support import UnsupportedSetupError, check_arguments, check_model, check_ranks, check_state_dir
 
 _on_command_line = False
 
@@ -52,6 +52,7 @@ def after_check_server_args(result: None, server_args: Any) -> None:
     os.environ.setdefault("SGLANG_FLASHINFER_USE_PAGED", "1")
     try:
         check_arguments(arguments)
+        check_ranks(config.estimator, arguments)
         check_state_dir(config.state_dir, arguments)
         from sglang.srt.configs.model_config import ModelConfig
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from sglang.srt.server_args import ServerArgs
 
-from kvcmas_sgl.support import _RULES, UnsupportedSetupError, check_arguments, check_state_dir
+from kvcmas_sgl.support import _RULES, UnsupportedSetupError, check_arguments, check_ranks, check_state_dir
 
 
 class Arguments:
@@ -65,6 +65,15 @@ def test_a_folder_that_cannot_keep_state_is_one_sentence(tmp_path: Path) -> None
         assert str(caught.value).startswith(f"--kvcmas-state-dir is '{folder}', but that folder cannot be written to: ")
     with pytest.raises(UnsupportedSetupError, match="which --enable-lora does not allow"):
         check_state_dir(str(tmp_path), Arguments(enable_lora=True))
+
+
+def test_ranks_predict_apart() -> None:
+    check_ranks("affine", Arguments(tp_size=2))
+    check_ranks("anchors", Arguments())
+    with pytest.raises(
+        UnsupportedSetupError, match=r"^--kvcmas-estimator is 'anchors', which --tp-size 4 does not allow"
+    ):
+        check_ranks("anchors", Arguments(tp_size=4))
 
 
 def test_ranks_keep_no_state(tmp_path: Path) -> None:
