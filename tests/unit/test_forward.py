@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvcmas_sgl.seams.forward import Row, fold, fresh_rows, join, unfold
+from kvcmas_sgl.seams.forward import Row, around_forward, fold, fresh_rows, join, unfold
 
 
 class NoTranslation:
@@ -125,3 +125,30 @@ def test_a_pass_with_more_rows_than_fit_is_joined_from_its_parts() -> None:
     assert whole.next_token_logits.flatten().tolist() == [1, 2, 3]
     assert whole.input_top_logprobs_val == [["a"], ["b"], ["c"]] and whole.input_top_logprobs_idx is None
     assert whole.input_token_logprobs.tolist() == [0.5, 0.25, 0.125]
+
+
+def test_no_part_of_a_pass_has_more_rows_than_the_server_runs_requests() -> None:
+    whole = batch([0, 100], [20, 6])
+    whole.forward_mode = SimpleNamespace(is_extend_without_speculative=lambda: True)
+    placed = [[(3, 8), (12, 19)], [(101, 103)]]
+    cache = SimpleNamespace(
+        admitted={"r0": None, "r1": None}, lessons=SimpleNamespace(forward=None), place=lambda passes: placed
+    )
+    runner = SimpleNamespace(
+        kvcmas_cache=cache,
+        max_running_requests=2,
+        req_to_token_pool=SimpleNamespace(size=5),
+        kv_index_translator=NoTranslation(),
+    )
+    rows, computed = [], []
+
+    def forward(runner: object, folded: SimpleNamespace) -> SimpleNamespace:
+        rows.append(folded.batch_size)
+        computed.extend(folded.positions.tolist())
+        return SimpleNamespace(logits_output=part(folded.seq_lens.tolist(), None, None))
+
+    output = around_forward(forward, runner, whole)
+    assert rows == [2, 2, 1]
+    assert computed == [0, 1, 2, 8, 9, 10, 11, 19, 100, 103, 104, 105]
+    # The logits of each request are those of its last token.
+    assert output.logits_output.next_token_logits.flatten().tolist() == [20, 106]
