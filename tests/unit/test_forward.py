@@ -132,7 +132,7 @@ def test_no_part_of_a_pass_has_more_rows_than_the_server_runs_requests() -> None
     whole.forward_mode = SimpleNamespace(is_extend_without_speculative=lambda: True)
     placed = [[(3, 8), (12, 19)], [(101, 103)]]
     cache = SimpleNamespace(
-        admitted={"r0": None, "r1": None}, lessons=SimpleNamespace(forward=None), place=lambda passes: placed
+        admitted={"r0": object(), "r1": object()}, lessons=SimpleNamespace(forward=None), place=lambda passes: placed
     )
     runner = SimpleNamespace(
         kvcmas_cache=cache,
