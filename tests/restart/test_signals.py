@@ -18,7 +18,7 @@ from kvcmas_sgl.prepare_model import default_model
 from kvcmas_sgl.state import load
 from tests.prompts import CRITIC, HEAD, PLANNER, Reader, document
 
-N, BUDGET = 500, 0.1
+N, BUDGET = 300, 0.1
 
 
 def serve(folder: Path, log: Path) -> ServerProcess:
