@@ -19,7 +19,7 @@ def create(ctx: Any) -> Any:
     from kvcmas_sgl import metrics
     from kvcmas_sgl.radix_ext.cache import DeltaRadixCache
     from kvcmas_sgl.radix_ext.node_marks import DeltaFullComponent
-    from kvcmas_sgl.seams import hooks, persistence
+    from kvcmas_sgl.seams import hooks, images, persistence
 
     hooks.extend_server()
     hooks.check_complete()
@@ -29,6 +29,7 @@ def create(ctx: Any) -> Any:
     ctx.params.component_registry_override = {ComponentType.FULL: DeltaFullComponent}
     cache = create_unified_radix_cache(ctx, cache_class=functools.partial(DeltaRadixCache, config=config, view=view))
     ctx.tp_worker.model_runner.kvcmas_cache = cache
+    images.count_encoded(ctx.tp_worker.model_runner.model, cache.statistics)
     if ctx.params.enable_metrics:
         metrics.export(cache)
     persistence.restore(cache, ctx.tp_worker.model_runner.model)
