@@ -20,8 +20,10 @@ from sglang.srt.managers.schedule_batch import Modality, MultimodalDataItem, Mul
 from sglang.srt.models.llava import LlavaLlamaForCausalLM
 
 from kvcmas_sgl.image_limits import MAX_IMAGE_BYTES, MAX_IMAGES, check_images, data_url
+from kvcmas_sgl.seams.forward import fold, fresh_rows
 from kvcmas_sgl.seams.images import count_encoded, expanded, find_places, idle_pass, read_images, select
 from kvcmas_sgl.wire import AgentHint, HintError
+from tests.unit.test_forward import NoTranslation, batch
 from tests.unit.test_learner import learner
 
 PLACEHOLDER, EACH = 4, 9
@@ -118,6 +120,16 @@ def test_a_row_gets_the_pictures_that_it_holds_tokens_of(inputs: MultimodalInput
     part = select(inputs, 12, 13)
     if hasattr(inputs, "image_offsets"):
         assert (part.image_offsets, part.image_pad_len) == ([12], [EACH])
+
+
+def test_a_row_of_a_folded_pass_is_told_of_its_own_pictures() -> None:
+    inputs = with_offsets((2, 11), (12, 21), (21, 30))
+    whole = batch([0, 0, 0], [32, 32, 4])
+    whole.mm_inputs = [inputs, inputs, None]
+    rows = fresh_rows([0, 0, 0], [32, 32, 4], [[(2, 12), (21, 31)], [], []])
+    first, second, third, uncut, text = fold(whole, rows, NoTranslation()).mm_inputs
+    assert first is third is text is None and uncut is inputs
+    assert [item is inputs.mm_items[1] for item in second.mm_items] == [True]
 
 
 def test_marks_move_with_the_tokens_of_the_pictures_before_them() -> None:
