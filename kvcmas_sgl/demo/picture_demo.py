@@ -90,7 +90,7 @@ class PictureDemo:
         ids, span = self._prompt(role)
         files = [base64.b64encode(picture(first + number)).decode() for number in range(PER_SET)]
         pictures: dict[str, Any] = {"image_data": files, "modalities": ["multi-images"]}
-        hint = {"kv_hints": agent_hint(role.name, [span])}
+        hint: dict[str, Any] = {"kv_hints": agent_hint(role.name, [span])}
         dense = self._stock.answer(ids, self._answer_tokens, **pictures)
         before = self._encoded()
         shared = self._ours.answer(ids, 1, **pictures, **hint)
@@ -98,7 +98,7 @@ class PictureDemo:
         self._ours.wait_until_learned()
         report = agent_report(shared.meta)
         length = len(ids) + PER_SET * (IMAGE_TOKENS - 1)
-        rotated = {
+        rotated: dict[str, Any] = {
             "kv_hints": agent_hint(role.name, [span], policy="always", estimator="none", head=0),
             "cache_salt": ROTATE_ONLY_SALT,
         }

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
@@ -25,6 +26,7 @@ from kvcmas_sgl.wire import Span
 
 # Under these names SGLang's models keep what encodes pictures.
 _TOWERS = ("vision_tower", "vision_model", "visual", "vision_encoder")
+_counted: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
 
 
 def read_images(inputs: Any, ids: Any) -> Images | None:
@@ -116,14 +118,14 @@ def count_encoded(model: Any, statistics: Statistics) -> None:
     """Count what the model's vision tower is given from now on. Does nothing twice, or without a tower."""
     towers = (getattr(model, name, None) for name in _TOWERS)
     tower = next((found for found in towers if isinstance(found, torch.nn.Module)), None)
-    if tower is None or getattr(tower, "_kvcmas_counted", False):
+    if tower is None or tower in _counted:
         return
 
     def count(module: torch.nn.Module, args: tuple[Any, ...]) -> None:
         statistics.images_encoded += int(args[0].shape[0]) if args and torch.is_tensor(args[0]) else 1
 
     tower.register_forward_pre_hook(count)
-    tower._kvcmas_counted = True  # type: ignore[assignment]
+    _counted.add(tower)
 
 
 @contextmanager
