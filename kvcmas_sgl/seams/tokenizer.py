@@ -78,6 +78,8 @@ def _check_media(manager: Any, obj: Any, input_ids: list[int]) -> None:
         raise HintError(f"{ACTION_TYPE} is not supported for prompts with audio.")
     if getattr(obj, "mm_hashes", None):
         raise HintError(f"mm_hashes is not supported with {ACTION_TYPE}: pictures are told by their pixels.")
+    if any(isinstance(picture, dict) for picture in obj.image_data or ()):
+        raise HintError(f"image_data holds a processed picture, but {ACTION_TYPE} takes picture files only.")
     config = manager.model_config.hf_config
     if not any(name.startswith("Llava") and name.endswith("ForCausalLM") for name in config.architectures):
         return
