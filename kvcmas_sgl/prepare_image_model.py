@@ -126,9 +126,8 @@ def _projector(tower: CLIPVisionModel, language: Path, size: int) -> dict[str, t
         hidden = tower(torch.randn(8, 3, IMAGE_SIZE, IMAGE_SIZE), output_hidden_states=True).hidden_states[-2][:, 1:]
         out = second(torch.nn.functional.gelu(first(hidden)))
         scale = float(words.std() / (out - out.mean((0, 1))).std())
-        second.bias -= out.mean((0, 1))
-        second.weight *= scale
-        second.bias *= scale
+        second.weight.mul_(scale)
+        second.bias.sub_(out.mean((0, 1))).mul_(scale)
     layers: dict[str, Any] = {"0": first, "2": second}
     return {
         f"model.mm_projector.{number}.{name}": value.detach().to(torch.bfloat16).clone()
