@@ -26,8 +26,8 @@ lock: ## Compile requirements/lock.txt from pyproject.toml
 	$(BIN)/uv pip compile --quiet --python-version 3.11 --no-header --no-annotate --no-emit-index-url \
 		--extra examples --extra model --extra test pyproject.toml --output-file requirements/lock.txt
 
-demo: setup ## The main job on a real model and real text, beside stock SGLang (reports/demo.html)
-	$(BIN)/python -m kvcmas_sgl.demo --reports $(REPORTS)
+demo: setup ## The main job on a real model and real text, beside stock SGLang (reports/demo.html); IMAGES=1: pictures
+	$(BIN)/python -m kvcmas_sgl.demo --reports $(REPORTS) $(if $(IMAGES),--images)
 
 examples: setup ## Five multi-agent programs, LangGraph and AutoGen among them (reports/examples.json)
 	$(BIN)/python -m examples --reports $(REPORTS)
@@ -57,6 +57,7 @@ engine: setup ## Tests on SGLang's in-process engine
 
 server: setup ## Tests over HTTP, on one server
 	$(BIN)/pytest tests/server
+	$(BIN)/pytest tests/images
 
 test-kits: setup ## SGLang's own test kits against our cache, with plain and agent traffic (docs/kits.md); 8 minutes
 	$(BIN)/pytest tests/kits

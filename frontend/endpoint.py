@@ -28,7 +28,15 @@ class AgentRuntimeEndpoint(RuntimeEndpoint):
 
     def _add_images(self, s: StreamExecutor, data: dict[str, Any]) -> None:
         # Every request body of a program (generate, stream, select, commit) passes here on its way out.
-        super()._add_images(s, data)
+        if len(s.images_) > 1:
+            # The base class sends one picture at most.
+            pictures = [encoded for _, encoded in s.images_]
+            if isinstance(data.get("text"), list):
+                data["image_data"] = [pictures] * len(data["text"])
+            else:
+                data |= {"image_data": pictures, "modalities": ["multi-images"]}
+        else:
+            super()._add_images(s, data)
         hints = kv_hints_of(data.get("text"))
         if hints is not None:
             data["kv_hints"] = hints

@@ -6,10 +6,11 @@ text whose value is a `MarkedText` needs none.
 
 from __future__ import annotations
 
+import uuid
 from reprlib import repr
 from typing import Any, Literal
 
-from kvcmas_sgl.frontend.marks import Agent, Mark, MarkedText, Span
+from kvcmas_sgl.frontend.marks import Agent, Border, Mark, MarkedText, Span
 from sglang.lang.api import system as system_message
 from sglang.lang.ir import (
     SglArgument,
@@ -65,8 +66,11 @@ def shared(text: str | SglExpr, name: str | None = None) -> SglExpr:
     A variable of another agent (`s["plan"]`) is shared already, under its own name; around more text than one
     variable, the outer mark counts.
 
+    Pictures can be shared with the text around them: `shared(sgl.image(path) + "Figure 1")`. The server tells them by
+    their pixels.
+
     Args:
-        text: the shared text, known before the call: a string, or SGLang's constant text.
+        text: the shared text, known before the call: a string, or SGLang's constant text and images.
         name: optional name of the span (`Span.name`, and its name in `flow`); it is not sent.
 
     Raises:
@@ -74,6 +78,8 @@ def shared(text: str | SglExpr, name: str | None = None) -> SglExpr:
     """
     if _awaits_values(text):
         return _traced(text, name)
+    if _holds_pictures(text):
+        return _with_pictures(text, name)
     value = _constant(text)
     if isinstance(value, MarkedText) and not value.strip():
         return SglConstantText(value)  # A variable may be empty; there is nothing to share then.
@@ -126,6 +132,30 @@ def _traced(text: Any, name: str | None) -> SglExpr:
     return SharedArgument(text, name) if isinstance(text, SglArgument) else text
 
 
+def _holds_pictures(text: Any) -> bool:
+    if isinstance(text, SglExprList):
+        return any(map(_holds_pictures, text.expr_list))
+    return isinstance(text, SglImage)
+
+
+def _with_pictures(text: Any, name: str | None) -> SglExpr:
+    key = uuid.uuid4().hex
+    first, last = (_marked("", Border(0, 0, key, opens, name)) for opens in (True, False))
+    return SglExprList([first, *_plain_parts(text), last])
+
+
+def _plain_parts(text: Any) -> list[SglExpr]:
+    """Pictures and, without the marks of variables, text: the outer mark counts."""
+    if isinstance(text, SglExprList):
+        return [part for one in text.expr_list for part in _plain_parts(one)]
+    if isinstance(text, SglImage):
+        return [text]
+    value = _constant(text)
+    if not isinstance(value, str):
+        raise TypeError(f"shared(text) holds {repr(text)}; it takes text that is known before the call.")
+    return [SglConstantText("".join(value))]
+
+
 def _constant(text: Any) -> Any:
     """The string that a constant expression stands for; anything else is returned as it is."""
     if isinstance(text, SglConstantText):
@@ -142,9 +172,10 @@ def _constant(text: Any) -> Any:
                 raise TypeError(f"shared(text) holds {repr(part)}; it takes text that is known before the call.")
             whole += value
         return whole
-    if isinstance(text, SglImage | SglVideo):
-        kind = "an image" if isinstance(text, SglImage) else "a video"
-        raise TypeError(f"shared(text) holds {kind}; only text can be shared, so put it outside of shared().")
+    if isinstance(text, SglVideo):
+        raise TypeError(
+            "shared(text) holds a video; only text and images can be shared, so put it outside of shared()."
+        )
     return text
 
 

@@ -43,7 +43,21 @@ class Agent:
     instance: str | None = None
 
 
-Mark = Span | Agent
+@dataclass(frozen=True)
+class Border:
+    """Where a shared span that holds pictures begins (``opens``) or ends; both borders have its ``key``.
+
+    SGLang puts a picture into a prompt by itself, so there is no one text to mark.
+    """
+
+    start: int
+    end: int
+    key: str
+    opens: bool
+    name: str | None = None
+
+
+Mark = Span | Agent | Border
 
 
 class MarkedText(str):
@@ -62,8 +76,16 @@ class MarkedText(str):
 
     @property
     def spans(self) -> tuple[Span, ...]:
-        """The shared spans in the text, by position."""
-        return tuple(mark for mark in self.marks if isinstance(mark, Span))
+        """The shared spans in the text, by position; one with pictures counts if both its borders are in the text."""
+        found, opened = [], {}
+        for mark in self.marks:
+            if isinstance(mark, Span):
+                found.append(mark)
+            elif isinstance(mark, Border) and mark.opens:
+                opened[mark.key] = mark.start
+            elif isinstance(mark, Border) and opened.get(mark.key, mark.end) < mark.end:
+                found.append(Span(opened[mark.key], mark.end, mark.name))
+        return tuple(sorted(found, key=lambda span: span.start))
 
     def __str__(self) -> str:
         # The interpreter takes str(value) before it adds it to the prompt, and str(text) to fork it.
@@ -132,7 +154,7 @@ def _like(whole: MarkedText, part: str, start: int, marks: tuple[Mark, ...]) -> 
     """`part` of `whole` from `start`, as the kind of text that it is."""
     if isinstance(whole, Prompt) and start == 0:
         return Prompt(part, marks)
-    return MarkedText(part, tuple(mark for mark in marks if isinstance(mark, Span)))
+    return MarkedText(part, tuple(mark for mark in marks if not isinstance(mark, Agent)))
 
 
 def _moved(mark: Mark, by: int) -> Mark:

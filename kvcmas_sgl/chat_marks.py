@@ -75,6 +75,9 @@ def _tagged(messages: Messages, spans: Sequence[MessageSpan], tags: Sequence[tup
     # From the back, so that offsets of what is still to come hold; spans ascend.
     for span, (first, last) in reversed(list(zip(spans, tags, strict=True))):
         message = result[span.message]
+        if span.whole:
+            message["content"] = _around(message["content"], first, last)
+            continue
         parts = text_parts(message["content"])
         # A border between two parts belongs to the part whose character is marked.
         _insert(parts, span.end - 1, 1, last)
@@ -82,7 +85,22 @@ def _tagged(messages: Messages, spans: Sequence[MessageSpan], tags: Sequence[tup
         if isinstance(message["content"], str):
             message["content"] = parts[0]
         else:
-            message["content"] = [{**part, "text": text} for part, text in zip(message["content"], parts, strict=True)]
+            texts = iter(parts)
+            message["content"] = [
+                {**part, "text": next(texts)} if part["type"] == "text" else part for part in message["content"]
+            ]
+    return result
+
+
+def _around(parts: list[dict[str, Any]], first: str, last: str) -> list[dict[str, Any]]:
+    """The parts of a message with tags before and behind them: in its text, where text is first or last."""
+    result = [dict(part) for part in parts]
+    if result[0]["type"] != "text":
+        result.insert(0, {"type": "text", "text": ""})
+    if result[-1]["type"] != "text":
+        result.append({"type": "text", "text": ""})
+    result[0]["text"] = first + result[0]["text"]
+    result[-1]["text"] += last
     return result
 
 
@@ -96,6 +114,8 @@ def _insert(parts: list[str], character: int, after: int, tag: str) -> None:
 
 
 def _without_borders(messages: Messages, span: MessageSpan) -> MessageSpan | None:
+    if span.whole:
+        return None
     text = "".join(text_parts(messages[span.message]["content"]))[span.start : span.end]
     core = text.strip()
     start = span.start + len(text) - len(text.lstrip())

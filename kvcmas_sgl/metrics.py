@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from kvcmas_sgl.radix_ext.decision import Report
 
 _KL_BUCKETS = (0.0001, 0.0003, 0.001, 0.003, 0.005, 0.01, 0.02, 0.05, 0.1, 0.3, 1.0)
+_IMAGES = ("encoded", "encoded_idle", "corrected")
 _STEPS = ("match", "place", "publish", "learn", "audit")
 
 
@@ -46,6 +47,9 @@ class Exporter:
         self._requests = counter("requests", "Agent requests.", "auto")
         self._spans = counter("spans", "Shared spans by what happened to them.", "reason")
         self._tokens = counter("prompt_tokens", "Prompt tokens of agent requests.", "kind")
+        self._images = counter(
+            "images", "Pictures: given to the vision tower, in idle passes too, or corrected.", "kind"
+        )
         self._predicted = kl("predicted_kl", "Predicted KL of prompts with corrected KV, nats.")
         self._audited = kl("audited_kl", "KL of corrections as audits measured it, nats.")
         self._held_out = counter("held_out", "Held-out pairs by their KV error beside the prediction.", "outcome")
@@ -95,6 +99,8 @@ class Exporter:
         self._mirror(self._dropped, "", totals.jobs_dropped)
         self._mirror(self._saves, "saved", totals.state_saves)
         self._mirror(self._saves, "failed", totals.state_failures)
+        for kind in _IMAGES:
+            self._mirror(self._images, kind, getattr(totals, f"images_{kind}"))
         for step in _STEPS:
             self._mirror(self._seconds, step, getattr(totals, f"{step}_seconds"))
         self._state.labels("own_deltas").set(cache.deltas.nbytes)

@@ -9,7 +9,8 @@ completions
 chat
     ``{"message": i}`` marks the whole text of message i, ``{"message": i, "start": a, "end": b}`` its characters a to b
     (each of the two may be left out). The text of a message is its content, or the concatenation of its text parts.
-    A message without text marks nothing.
+    Pictures (``image_url``) and videos belong to a mark of the whole message, and to one of characters that stand on
+    both sides of them. A message without text and pictures marks nothing.
 
 ``{"auto": false}``, alone, keeps the server from looking for shared spans by itself. This module imports no SGLang.
 """
@@ -37,14 +38,21 @@ _CHAT_FIELDS = ("role", "spans", "workflow", "reuse", *OVERRIDES, "auto")
 _COMPLETION_FIELDS = ("role", "spans", "unit", "workflow", "reuse", *OVERRIDES, "auto")
 _SPAN_FIELDS = ("message", "start", "end")
 
+PICTURES = ("image_url", "input_image", "video_url")
+"""Types of parts that are pictures, or the frames of one video."""
+
 
 @dataclass(frozen=True, order=True)
 class MessageSpan:
-    """Characters ``[start, end)`` of a message's text; never empty."""
+    """Characters ``[start, end)`` of a message's text; ``whole``: all of the message, its pictures too.
+
+    Empty only where the whole message has pictures and no text.
+    """
 
     message: int
     start: int
     end: int
+    whole: bool = False
 
 
 @dataclass(frozen=True)
@@ -123,21 +131,26 @@ def parse_chat(value: Any, messages: Sequence[Mapping[str, Any]]) -> ChatHint:
 
 
 def text_parts(content: Any) -> list[str]:
-    """The texts of a message's content: one of a string, one for each part of a list of text parts.
+    """The texts of a message's content: one of a string, one for each text part of a list of parts.
 
-    Raises `HintError` for parts that are not text.
+    Raises `HintError` for parts that are neither text nor pictures.
     """
     if content is None:
         return []
     if isinstance(content, str):
         return [content]
     if not isinstance(content, list):
-        raise HintError(f"a marked message's content is {shown(content)}, but only text is shared.")
+        raise HintError(f"a marked message's content is {shown(content)}, but only text and pictures are shared.")
+    texts = []
     for part in content:
-        if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-            kind = part.get("type") if isinstance(part, Mapping) else part
-            raise HintError(f"a marked message holds a part of type {shown(kind)}, but only text is shared.")
-    return [part["text"] for part in content]
+        kind = part.get("type") if isinstance(part, Mapping) else part
+        if kind == "text" and isinstance(part.get("text"), str):
+            texts.append(part["text"])
+        elif kind not in PICTURES:
+            raise HintError(
+                f"a marked message holds a part of type {shown(kind)}, but only text and pictures are shared."
+            )
+    return texts
 
 
 def add_report(response: dict[str, Any], reports: Mapping[int, Mapping[str, Any]], choices: int) -> None:
@@ -173,10 +186,13 @@ def _message_span(item: Any, messages: Sequence[Mapping[str, Any]]) -> MessageSp
     index = item.get("message")
     if not _is_integer(index) or not 0 <= index < len(messages):
         raise HintError(f"message is {shown(index)}, but must be an integer from 0 to {len(messages) - 1}.")
-    length = sum(len(part) for part in text_parts(messages[index].get("content")))
+    content = messages[index].get("content")
+    texts = text_parts(content)
+    length = sum(map(len, texts))
     start, end = item.get("start", 0), item.get("end", length)
-    if not length and not {"start", "end"} & set(item):
-        return None
+    if not {"start", "end"} & set(item):
+        pictures = isinstance(content, list) and len(content) > len(texts)
+        return MessageSpan(index, 0, length, pictures) if length or pictures else None
     if not _is_integer(start) or not _is_integer(end) or not 0 <= start < end:
         raise HintError(f"span {shown(item)} must satisfy 0 <= start < end, in characters of the message's text.")
     if end > length:

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from kvcmas_sgl.radix_ext.decision import Base
+from kvcmas_sgl.radix_ext.images import of_images
 from kvcmas_sgl.radix_ext.kv_view import KVView
 from kvcmas_sgl.triton_kernels import rotate
 from torch import Tensor
@@ -80,8 +81,18 @@ def plain_name(name: str) -> str:
 
 
 def heavy_tokens(base: Base, length: int, head: int, effort: Effort) -> np.ndarray | None:
-    """Offsets of the heavy hitters of a stretch behind its ``head``; None while nobody knows them."""
+    """Offsets of the heavy hitters of a stretch behind its ``head``; None while nobody knows them.
+
+    Tokens of pictures are none: computing one would run the vision tower for its whole picture.
+    """
     if not effort.share:
         return np.empty(0, np.int64)
-    scores = base.source.content.heavy
-    return None if scores is None else heavy_offsets(scores[base.offset : base.offset + length], head, effort)
+    content, part = base.source.content, slice(base.offset, base.offset + length)
+    if content.heavy is None:
+        return None
+    pictures = of_images(content.tokens[part])
+    if not pictures.any():
+        return heavy_offsets(content.heavy[part], head, effort)
+    text = np.flatnonzero(~pictures)
+    before = int(np.searchsorted(text, head))
+    return text[heavy_offsets(content.heavy[part][text], before, effort)] if before < len(text) else None

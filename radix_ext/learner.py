@@ -23,6 +23,9 @@ MAX_JOBS = 64
 BUSY_JOBS = 4
 """From this many waiting jobs on, a busy server takes a step at each checkpoint."""
 
+MAX_JOB_BYTES = 1 << 28
+"""Pictures that waiting jobs keep for their passes: beyond this the oldest such job is dropped."""
+
 RESTARTS = 2
 """How often a job that gave way to requests is begun again."""
 
@@ -34,11 +37,15 @@ _DONE = object()
 
 @dataclass
 class _Job:
-    """Steps under way. ``again`` begins a job anew that holds memory while it runs and gave it back in between."""
+    """Steps under way. ``again`` begins a job anew that holds memory while it runs and gave it back in between.
+
+    ``nbytes``: of what it keeps until it ends.
+    """
 
     steps: Steps
     needs_model: bool
     again: Callable[[], Steps] | None
+    nbytes: int = 0
     restarts: int = RESTARTS
 
 
@@ -83,14 +90,18 @@ class Learner:
         *,
         needs_model: bool = False,
         again: Callable[[], Steps] | None = None,
+        nbytes: int = 0,
     ) -> None:
         """Queue a job; the oldest one goes when too many wait.
 
         ``needs_model``: only an idle server may run it. ``again`` begins it anew: it holds memory while it runs.
+        ``nbytes``: of what it keeps besides.
         """
-        self._jobs.append(_Job(steps, needs_model, again))
+        self._jobs.append(_Job(steps, needs_model, again, nbytes))
         if len(self._jobs) > MAX_JOBS or self.paused:
             self._drop()
+        while sum(job.nbytes for job in self._jobs) > MAX_JOB_BYTES:
+            self._drop(next(index for index, job in enumerate(self._jobs) if job.nbytes))
 
     def interrupt(self) -> None:
         """A request has arrived: a job that holds memory lets go of it, and begins again in the next idle time."""
@@ -158,8 +169,10 @@ class Learner:
             # Requests interrupt jobs: what goes wrong in one must not reach the scheduler.
             self._statistics.failed("giving a learning job up", "it is skipped")
 
-    def _drop(self) -> None:
-        self._close(self._jobs.popleft())
+    def _drop(self, index: int = 0) -> None:
+        job = self._jobs[index]
+        del self._jobs[index]
+        self._close(job)
         self._statistics.jobs_dropped += 1
 
     @property

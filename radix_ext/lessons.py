@@ -63,7 +63,7 @@ class Lessons:
         self._checker = checker
         self._learner = learner
         self._statistics = statistics
-        self.forward: Forward | None = None
+        self.forward: Callable[..., Tensor] | None = None
 
     def add(self, request: AgentRequest, answer: Sequence[int]) -> None:
         """Queue what a finished request can teach; ``answer`` is what it generated (token ids)."""
@@ -74,16 +74,17 @@ class Lessons:
         if self.forward is not None:
             audit = AuditJob.of(request, jobs, answer)
             audits = audit.results
-            self._learner.add(self._audit(audit, self.forward), needs_model=True)
+            forward, nbytes = _reading(self.forward, request), request.images.nbytes
+            self._learner.add(self._audit(audit, forward), needs_model=True, nbytes=nbytes)
         for job in jobs:
             self._learner.add(self._learn(replace(job, audits=audits)))
 
     def check(self, request: AgentRequest, answer: Sequence[int], node: int, jobs: Sequence[HarvestJob]) -> None:
         """Perhaps queue a check of a finished request that was reused; ``jobs``: what a dense run of it would teach."""
-        forward = self.forward
-        if forward is not None and self._checker.due(jobs):
+        if self.forward is not None and self._checker.due(jobs):
+            forward, nbytes = _reading(self.forward, request), request.images.nbytes
             begin = partial(self._checker.steps, request, list(answer), node, jobs, forward)
-            self._learner.add(begin(), needs_model=True, again=begin)
+            self._learner.add(begin(), needs_model=True, again=begin, nbytes=nbytes)
 
     def _audit(self, job: AuditJob, forward: Forward) -> Steps:
         yield from self._auditor.steps(job, forward)
@@ -110,3 +111,8 @@ class Lessons:
     def _learn(self, job: HarvestJob) -> Steps:
         yield from self._harvester.steps(job)
         self._statistics.spans_learned += 1
+
+
+def _reading(forward: Callable[..., Tensor], request: AgentRequest) -> Forward:
+    """The forward pass with the pictures of a request at hand, which SGLang lets go of when it is finished."""
+    return partial(forward, images=request.images) if request.images else forward

@@ -165,6 +165,7 @@ class Placer:
         if request.settled:
             return
         count, report = piece.tokens, request.report
+        self._statistics.images_corrected += request.images.covered(piece.ranges)
         use = Use(1, exact_tokens=count) if piece.exact else Use(1, corrected_tokens=count)
         self._statistics.placed(edge(piece.base.agent, request.agent(piece.start)), use)
         span = report.spans[piece.span]

@@ -183,7 +183,7 @@ class Planner:
                 continue
             reason = Reason.EDGE_UNKNOWN
             choices = []
-            head = max(0, span.start + wish.head - match.start)
+            head = max(0, request.head_stop(span, wish.head) - match.start)
             for choice in self._best(request, number, match, bases, wish, head):
                 # A copy of KV that was computed over the same tokens needs no exact head.
                 behind = choice if choice.estimator == IDENTICAL else choice.cut(match.start + head, choice.stop)

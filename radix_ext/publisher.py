@@ -174,7 +174,7 @@ class Publisher:
     def _jobs(self, request: AgentRequest, source: Source, number: int) -> list[HarvestJob]:
         """What the stretches of a span that this request computed can teach."""
         planner, jobs = self._cache.planner, []
-        head_stop = request.report.spans[number].start + self._cache.config.head
+        head_stop = request.head_stop(request.report.spans[number], self._cache.config.head)
         for match in request.matches[number]:
             if not source.computed or request.hit >= match.stop:
                 continue

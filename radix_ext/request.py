@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from kvcmas_sgl.radix_ext.blocks import Tokens
 from kvcmas_sgl.radix_ext.decision import Piece, Reason, Report, SpanReport
+from kvcmas_sgl.radix_ext.images import NO_IMAGES, Images
 from kvcmas_sgl.radix_ext.sources import Agent, Content, Match, Place, as_tokens, token_digest
 
 from kvcmas_sgl.wire import AgentHint
@@ -42,7 +43,7 @@ class AgentRequest:
     scope
         Digest of the client's ``cache_salt`` and ``extra_key``.
     prompt
-        Token ids, int64 [n].
+        Token ids, int64 [n]; tokens of pictures by their names (`images`).
     report
         What the client will see; ``report.spans`` are the spans, in prompt order.
     prefix
@@ -75,6 +76,8 @@ class AgentRequest:
         Where something of ours failed for this request: each is counted once, however often it is tried.
     content
         The whole prompt as content (automatic mode), once it was published.
+    images
+        The pictures in the prompt.
     """
 
     hint: AgentHint | None
@@ -99,18 +102,19 @@ class AgentRequest:
     contexts: dict[int, str] = field(default_factory=dict, repr=False)
     failures: set[str] = field(default_factory=set)
     content: Content | None = None
+    images: Images = NO_IMAGES
     info: list[dict[str, object]] = field(default_factory=list)
 
     @classmethod
-    def of(cls, hint: AgentHint | None, prompt: array[int], scope: str) -> AgentRequest:
-        """Bind a hint, or none for automatic mode, to its prompt (token ids)."""
-        tokens = as_tokens(prompt)
+    def of(cls, hint: AgentHint | None, prompt: array[int], scope: str, images: Images = NO_IMAGES) -> AgentRequest:
+        """Bind a hint, or none for automatic mode, to its prompt (token ids), which may hold pictures."""
+        tokens = images.named() if images else as_tokens(prompt)
         if hint is None:
             whole = (len(tokens), token_digest(tokens))
-            return cls(hint, scope, tokens, Report(AUTO_ROLE, len(tokens), auto=True), whole, 0)
+            return cls(hint, scope, tokens, Report(AUTO_ROLE, len(tokens), auto=True), whole, 0, images=images)
         report = Report(hint.role, len(tokens), spans=[SpanReport(start, stop) for start, stop in hint.spans])
         first, stop = hint.spans[0] if hint.spans else (len(tokens), 0)
-        return cls(hint, scope, tokens, report, (first, token_digest(tokens[:first])), stop)
+        return cls(hint, scope, tokens, report, (first, token_digest(tokens[:first])), stop, images=images)
 
     @property
     def auto(self) -> bool:
@@ -120,6 +124,14 @@ class AgentRequest:
     def reused(self) -> bool:
         """Whether KV was corrected for this request."""
         return any(span.reason is Reason.REUSED for span in self.report.spans)
+
+    def head_stop(self, span: SpanReport, head: int) -> int:
+        """Where the first ``head`` tokens of a span end; a head that would end inside a picture ends before it.
+
+        Computing a few of a picture's tokens would run the vision tower for all of it. What the shorter head costs in
+        KL is what audits measure, since they take the same one.
+        """
+        return max(span.start, self.images.border(span.start + head))
 
     def agent(self, start: int) -> Agent:
         """This request's agent, at a stretch that starts at ``start`` (past the prompt: its answer)."""

@@ -90,12 +90,19 @@ class Listener(Protocol):
 
 @dataclass
 class Statistics:
-    """Totals since start. Seconds are wall clock of the scheduler's thread; ``checked_kl`` is a sum, nats."""
+    """Totals since start. Seconds are wall clock of the scheduler's thread; ``checked_kl`` is a sum, nats.
+
+    ``images_encoded`` counts what the vision tower was given for requests: pictures, frames or tiles;
+    ``images_encoded_idle`` for audits and checks; ``images_corrected`` pictures in agents' prompts that were placed.
+    """
 
     requests: int = 0
     exact_tokens: int = 0
     corrected_tokens: int = 0
     computed_tokens: int = 0
+    images_encoded: int = 0
+    images_encoded_idle: int = 0
+    images_corrected: int = 0
     reasons: Counter[str] = field(default_factory=Counter)
     fallbacks: int = 0
     spans_learned: int = 0

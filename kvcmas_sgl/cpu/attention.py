@@ -17,6 +17,8 @@ import torch
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
+from kvcmas_sgl.cpu.vision import convert_features
+
 NAME = "kvcmas_cpu"
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
@@ -130,7 +132,13 @@ def register() -> None:
     # The argument parser holds this very list, and SGLang's own helper would append the name twice.
     if NAME not in ATTENTION_BACKEND_CHOICES:
         ATTENTION_BACKEND_CHOICES.append(NAME)
-    register_attention_backend(NAME)(CpuAttnBackend)
+    register_attention_backend(NAME)(_create)
+
+
+def _create(runner: Any) -> CpuAttnBackend:
+    # SGLang makes the backend once the model is loaded.
+    convert_features(runner.model)
+    return CpuAttnBackend(runner)
 
 
 def _is_plain(

@@ -7,8 +7,8 @@ import shlex
 import signal
 import sys
 import time
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -17,15 +17,17 @@ import requests
 from tqdm import tqdm
 
 from kvcmas_sgl.config import add_flags
+from kvcmas_sgl.demo import picture_demo
 from kvcmas_sgl.demo.client import Client
 from kvcmas_sgl.demo.measure import Measurement, Settings
 from kvcmas_sgl.demo.picture import draw
 from kvcmas_sgl.demo.prompts import PromptMaker
 from kvcmas_sgl.demo.report import summary_lines, table, write_html, write_json
-from kvcmas_sgl.demo.roles import Document, InputError, Role, load_documents, load_roles
+from kvcmas_sgl.demo.roles import ROLES, Document, InputError, Role, load_documents, load_roles
 from kvcmas_sgl.demo.rows import Row
 from kvcmas_sgl.demo.servers import ServerError, ServerProcess, kvcmas_command, stock_command
 from kvcmas_sgl.demo.summary import summarize
+from kvcmas_sgl.prepare_image_model import default_image_model
 from kvcmas_sgl.prepare_model import ModelError, default_model
 
 # Both arms keep all readings of the largest document: four roles, twice, with room for their answers.
@@ -74,6 +76,11 @@ def parser() -> argparse.ArgumentParser:
     shape.add_argument(
         "--kvcmas-flags", default="", metavar="FLAGS", help='flags for our server, quoted, as in "--kvcmas-max-kl 0.01"'
     )
+    shape.add_argument(
+        "--images", action="store_true",
+        help="four generated pictures in the place of each document, on a small model that reads pictures; writes "
+        "demo-images.html and demo-images.json",
+    )  # fmt: skip
     shape.add_argument("--quick", action="store_true", help=f"only the first {_QUICK_DOCUMENTS} documents")
     return shape
 
@@ -85,6 +92,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     start = time.monotonic()
     try:
         _check(options)
+        if options.images:
+            _run_pictures(options)
+            return 0
         documents = load_documents(options.documents)
         roles = load_roles(options.roles)
         rows = _run(options, documents[:_QUICK_DOCUMENTS] if options.quick else documents, roles)
@@ -110,28 +120,10 @@ def _check(options: argparse.Namespace) -> None:
 
 def _run(options: argparse.Namespace, documents: Sequence[Document], roles: Sequence[Role]) -> list[Row]:
     options.model = options.model or str(default_model())
-    both = [*shlex.split(options.server_flags), *_SERVER_FLAGS]
-    ours_only = [*both, "--kvcmas-allow-overrides", *shlex.split(options.kvcmas_flags)]
-    servers = (
-        ServerProcess(
-            "stock SGLang",
-            stock_command(options.model, options.stock_attention, both),
-            options.reports / "demo-stock.log",
-        ),
-        ServerProcess("our server", kvcmas_command(options.model, ours_only), options.reports / "demo-ours.log"),
-    )
-    settings = Settings(options.answer_tokens, options.pass_tokens, options.kl_top)
-    # ExitStack stops both whatever happens: a failed start, a failed request, Ctrl-C, SIGTERM.
-    with ExitStack() as stack:
-        for server in servers:
-            stack.enter_context(server)
-        _say(f"starting two servers (logs: {servers[0].log}, {servers[1].log})")
-        prompts = PromptMaker(options.model)
-        begin = time.monotonic()
-        for server in servers:
-            server.wait_ready()
-        _say(f"both ready after {time.monotonic() - begin:.0f} s")
+    with _servers(options) as servers:
         stock, ours = (Client(server.url) for server in servers)
+        prompts = PromptMaker(options.model)
+        settings = Settings(options.answer_tokens, options.pass_tokens, options.kl_top)
         rows = []
         try:
             readings = Measurement(stock, ours, prompts, roles, settings).run(documents)
@@ -142,6 +134,45 @@ def _run(options: argparse.Namespace, documents: Sequence[Document], roles: Sequ
                 server.check_alive()
             raise
         return rows
+
+
+def _run_pictures(options: argparse.Namespace) -> None:
+    options.model = options.model or str(default_image_model())
+    sets = picture_demo.QUICK_SETS if options.quick else picture_demo.SETS
+    budget = _max_kl(options.kvcmas_flags)
+    with _servers(options) as (stock, ours):
+        demo = picture_demo.PictureDemo(stock.url, ours.url, options.model, options.answer_tokens, options.kl_top)
+        readings = list(tqdm(demo.run(sets), total=sets * len(ROLES), unit="reading", file=sys.stderr))
+    picture_demo.write(
+        options.reports, readings, budget, {"model": options.model, "kvcmas_flags": options.kvcmas_flags}
+    )
+    print(picture_demo.table(readings))
+    print("\n" + "\n".join(picture_demo.sentences(picture_demo.summary(readings), budget)))
+    print(f"see {options.reports}/demo-images.html and demo-images.json.")
+
+
+@contextmanager
+def _servers(options: argparse.Namespace) -> Iterator[tuple[ServerProcess, ServerProcess]]:
+    """Stock SGLang and our server, both ready; stopped whatever happens: a failed request, Ctrl-C, SIGTERM."""
+    both = [*shlex.split(options.server_flags), *_SERVER_FLAGS]
+    ours_only = [*both, "--kvcmas-allow-overrides", *shlex.split(options.kvcmas_flags)]
+    servers = (
+        ServerProcess(
+            "stock SGLang",
+            stock_command(options.model, options.stock_attention, both),
+            options.reports / "demo-stock.log",
+        ),
+        ServerProcess("our server", kvcmas_command(options.model, ours_only), options.reports / "demo-ours.log"),
+    )
+    with ExitStack() as stack:
+        for server in servers:
+            stack.enter_context(server)
+        _say(f"starting two servers (logs: {servers[0].log}, {servers[1].log})")
+        begin = time.monotonic()
+        for server in servers:
+            server.wait_ready()
+        _say(f"both ready after {time.monotonic() - begin:.0f} s")
+        yield servers
 
 
 def _report(options: argparse.Namespace, rows: Sequence[Row], roles: Sequence[Role], start: float) -> None:

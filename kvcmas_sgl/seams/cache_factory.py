@@ -19,7 +19,7 @@ def create(ctx: Any) -> Any:
     from kvcmas_sgl import metrics
     from kvcmas_sgl.radix_ext.cache import DeltaRadixCache
     from kvcmas_sgl.radix_ext.node_marks import DeltaFullComponent
-    from kvcmas_sgl.seams import hooks, persistence
+    from kvcmas_sgl.seams import hooks, images, persistence
     from kvcmas_sgl.seams.ranks import ranks_of
 
     hooks.extend_server()
@@ -35,6 +35,7 @@ def create(ctx: Any) -> Any:
         ),
     )
     ctx.tp_worker.model_runner.kvcmas_cache = cache
+    images.count_encoded(ctx.tp_worker.model_runner.model, cache.statistics)
     if ctx.params.enable_metrics and ctx.tp_rank == 0:
         metrics.export(cache)
     persistence.restore(cache, ctx.tp_worker.model_runner.model)

@@ -16,7 +16,9 @@ from typing import Any
 import torch
 
 from kvcmas_sgl.radix_ext.cache import DeltaRadixCache
+from kvcmas_sgl.radix_ext.images import NO_IMAGES, Images
 from kvcmas_sgl.radix_ext.placement import Pass
+from kvcmas_sgl.seams.images import idle_pass, select
 
 # `LogitsProcessorOutput` holds one list of these a row. Its input_token_logprobs are flat; only last rows have any.
 _PER_ROW = (
@@ -138,10 +140,17 @@ def fold(batch: Any, rows: Sequence[Row], translator: Any, last: Sequence[bool])
     firsts = torch.tensor([0, *row_lengths[:-1]]).cumsum(0)
     folded.extend_start_loc = firsts.to(batch.extend_start_loc.dtype).to(device)
     folded.extend_logprob_start_lens_cpu = _logprob_starts(batch, rows)
-    for name in ("lora_ids", "rids", "mm_inputs"):
+    for name in ("lora_ids", "rids"):
         values = getattr(batch, name)
         if values is not None:
             setattr(folded, name, [values[i] for i in owner])
+    if batch.mm_inputs is not None:
+        # The vision tower runs for all the pictures that a row is said to have.
+        uncut = [(start, start + length) for start, length in zip(starts, lengths, strict=True)]
+        folded.mm_inputs = [
+            inputs if (row.start, row.stop) == uncut[row.request] else select(inputs, row.start, row.stop)
+            for row, inputs in ((row, batch.mm_inputs[row.request]) for row in rows)
+        ]
     for name, nothing in (("top_logprobs_nums", 0), ("token_ids_logprobs", None)):
         values = getattr(batch, name)
         if values is not None:
@@ -162,27 +171,36 @@ class RowForward:
 
     def __init__(self, runner: Any, template: Any) -> None:
         self._runner = runner
-        self._template = template
+        self._template = copy.copy(template)
+        # Its pictures belong to its requests.
+        self._template.mm_inputs = self._template.mm_input_embeds = None
 
-    def __call__(self, tokens: Any, slots: torch.Tensor, rows: Sequence[tuple[int, int]]) -> torch.Tensor:
+    def __call__(
+        self, tokens: Any, slots: torch.Tensor, rows: Sequence[tuple[int, int]], images: Images = NO_IMAGES
+    ) -> torch.Tensor:
         """Logits, fp32 [rows, vocabulary], at the end of each row ``[start, stop)`` of a sequence.
 
-        tokens: int64 [n]; slots: int64 [n], where each token's K and V lie or are written to.
+        tokens: int64 [n]; slots: int64 [n], where each token's K and V lie or are written to; images: those among the
+        tokens.
         """
         pool = self._runner.req_to_token_pool
         (line,) = pool.alloc_rows(1)
         try:
             pool.write((line, slice(0, len(tokens))), slots.to(torch.int32))
             logits = []
-            for part in _parts(self._runner, len(rows)):
-                output = self._runner.forward(self._batch(tokens, slots, rows[part], line))
-                logits.append(output.logits_output.next_token_logits.float())
+            with idle_pass(self._runner.kvcmas_cache.statistics):
+                for part in _parts(self._runner, len(rows)):
+                    output = self._runner.forward(self._batch(tokens, slots, rows[part], line, images))
+                    logits.append(output.logits_output.next_token_logits.float())
             return torch.cat(logits)
         finally:
             pool.free_slots.append(line)
 
-    def _batch(self, tokens: Any, slots: torch.Tensor, rows: Sequence[tuple[int, int]], line: int) -> Any:
+    def _batch(
+        self, tokens: Any, slots: torch.Tensor, rows: Sequence[tuple[int, int]], line: int, images: Images
+    ) -> Any:
         device, count = slots.device, len(rows)
+        tokens = images.model_tokens(tokens) if images else tokens
         positions = torch.cat([torch.arange(start, stop) for start, stop in rows])
         lengths = [stop - start for start, stop in rows]
         stops = torch.tensor([stop for _, stop in rows])
@@ -204,7 +222,8 @@ class RowForward:
         batch.extend_logprob_start_lens_cpu = batch.extend_input_logprob_token_ids_gpu = None
         batch.top_logprobs_nums = batch.token_ids_logprobs = None
         batch.lora_ids = None if batch.lora_ids is None else batch.lora_ids[:1] * count
-        batch.rids, batch.mm_inputs = ["kvcmas-audit"] * count, None
+        batch.rids = ["kvcmas-audit"] * count
+        batch.mm_inputs = [select(images.inputs, start, stop) for start, stop in rows]
         if batch.global_num_token_non_padded is not None:
             batch.global_num_token_non_padded = torch.full_like(batch.global_num_token_non_padded, len(positions))
         if batch.global_num_token_non_padded_cpu is not None:

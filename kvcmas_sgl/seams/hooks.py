@@ -40,6 +40,7 @@ def extend_server() -> None:
     register(f"{_TOKENIZER}._validate_one_request", tokenizer.after_validate_one_request, HookType.AFTER)
     register(f"{_TOKENIZER}._wait_one_response", tokenizer.around_wait_one_response, HookType.AROUND)
     register(f"{_SCHEDULER}._create_generation_req", scheduler.after_create_generation_req, HookType.AFTER)
+    register(f"{_SCHEDULER}._maybe_compute_mrope_positions", scheduler.after_padding, HookType.AFTER)
     register(f"{_SCHEDULER}.on_idle", scheduler.around_on_idle, HookType.AROUND)
     register(f"{_SCHEDULER}.get_internal_state", scheduler.after_get_internal_state, HookType.AFTER)
     register(f"{_WEIGHTS}.record_weight_version_after_update", scheduler.after_weight_update, HookType.AFTER)

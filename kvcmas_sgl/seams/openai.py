@@ -18,6 +18,7 @@ from sglang.srt.entrypoints.openai.serving_chat import OpenAIServingChat
 from sglang.srt.entrypoints.openai.serving_completions import OpenAIServingCompletion
 
 from kvcmas_sgl.chat_marks import locate
+from kvcmas_sgl.image_limits import check_images
 from kvcmas_sgl.openai_wire import FIELD, ChatHint, add_report, completion_envelopes, opt_out_envelope, parse_chat
 from kvcmas_sgl.seams.tokenizer import REPORT_KEY
 from kvcmas_sgl.wire import HintError, Span, to_token_spans
@@ -81,7 +82,13 @@ async def around_handle_request(
 def around_generate_request(
     original: Callable[..., AsyncIterator[Any]], manager: Any, obj: Any, request: Any = None
 ) -> AsyncIterator[Any]:
-    """Around ``TokenizerManager.generate_request``: collect the reports of a request with a ``kvcmas`` field."""
+    """Around ``TokenizerManager.generate_request``: collect the reports of a request with a ``kvcmas`` field.
+
+    Raises `HintError` for a request with a hint and too many or too large pictures, before they are read.
+    """
+    if getattr(obj, "kv_hints", None) is not None:
+        for pictures in _pictures(obj.image_data):
+            check_images(pictures)
     call = _call(request)
     outputs = original(manager, obj, request)
     return outputs if call is None else call.collect(outputs)
@@ -124,6 +131,8 @@ def around_convert_chat(
 
     render = _Render()
     adapted = convert(request, render)
+    # Here, so that a stream too is answered with HTTP 400.
+    check_images(adapted.image_data or ())
     if hint is None:
         adapted.kv_hints = opt_out
         return adapted, request
@@ -182,6 +191,14 @@ async def _read_call(raw_request: Any) -> AgentCall | None:
 def _call(raw_request: Any) -> AgentCall | None:
     call = getattr(getattr(raw_request, "state", None), "kvcmas", None)
     return call if isinstance(call, AgentCall) else None
+
+
+def _pictures(image_data: Any) -> list[list[Any]]:
+    """The pictures of each prompt of a request."""
+    if not isinstance(image_data, list):
+        return [] if image_data is None else [[image_data]]
+    nested = [item for item in image_data if isinstance(item, list)]
+    return nested if nested else [image_data]
 
 
 def _spans(value: Any) -> Any:

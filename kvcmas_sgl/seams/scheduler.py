@@ -6,11 +6,14 @@ import logging
 import secrets
 from array import array
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from kvcmas_sgl.config import ConfigError
+from kvcmas_sgl.radix_ext.images import NO_IMAGES, Images
 from kvcmas_sgl.radix_ext.request import AgentRequest
 from kvcmas_sgl.radix_ext.sources import digest, scope_digest
+from kvcmas_sgl.seams.images import count_encoded, expanded, read_images
 from kvcmas_sgl.seams.tokenizer import REPORT_KEY
 from kvcmas_sgl.switches import PREFIX
 from kvcmas_sgl.wire import OPT_OUT, AgentHint, HintError, check_range, find_hint
@@ -29,16 +32,48 @@ STATE_KEY = "kvcmas"
 
 
 def after_create_generation_req(req: Any, scheduler: Any, recv_req: Any, *args: Any, **kwargs: Any) -> None:
-    """After ``Scheduler._create_generation_req``: bind the hint, and move the request to its role's namespace."""
+    """After ``Scheduler._create_generation_req``: bind the hint, and move the request to its role's namespace.
+
+    A request with pictures is bound once SGLang has made room for their tokens (`after_padding`).
+    """
     cache = _cache(scheduler)
     if cache is None or cache.switches.mode == "off":
         return
     hint = _hint(req)
-    if hint is OPT_OUT or (hint is None and not cache.config.auto) or not _is_plain_text(recv_req, req):
+    if hint is OPT_OUT or (hint is None and not cache.config.auto) or not _is_plain(recv_req, req):
         return
+    if recv_req.mm_inputs is not None:
+        req.kvcmas_hint = hint
+    else:
+        _bind(cache, req, hint, NO_IMAGES)
+
+
+def after_padding(result: None, scheduler: Any, req: Any) -> None:
+    """After ``Scheduler._maybe_compute_mrope_positions``: bind what `after_create_generation_req` left.
+
+    SGLang calls it for requests with pictures only, right when these have their tokens.
+    """
+    cache = _cache(scheduler)
+    if cache is None or not hasattr(req, "kvcmas_hint"):
+        return
+    hint: AgentHint | None = req.kvcmas_hint
+    del req.kvcmas_hint
+    try:
+        images = read_images(req.multimodal_inputs, array("q", req.origin_input_ids))
+        if images is None:
+            return
+        if hint is not None:
+            hint = replace(hint, spans=expanded(hint.spans, len(req.origin_input_ids_unpadded), images))
+    except Exception:
+        cache.failed(None, "reading the pictures of a prompt")
+        return
+    _bind(cache, req, hint, images)
+
+
+def _bind(cache: DeltaRadixCache, req: Any, hint: AgentHint | None, images: Images) -> None:
     try:
         scope = scope_digest(req.extra_key, req.cache_salt)
-        request = AgentRequest.of(hint, array("q", req.origin_input_ids), scope)
+        request = AgentRequest.of(hint, array("q", req.origin_input_ids), scope, images)
     except Exception:
         cache.failed(None, "binding a hint")
         return
@@ -62,10 +97,11 @@ def _hint(req: Any) -> AgentHint | None:
         return OPT_OUT
 
 
-def _is_plain_text(recv_req: Any, req: Any) -> bool:
-    """Whether the tokens of a prompt alone decide its KV, and nobody asks for more than its last logits."""
+def _is_plain(recv_req: Any, req: Any) -> bool:
+    """Whether a prompt's tokens and pictures alone decide its KV, and nobody asks for more than its last logits."""
+    media = getattr(recv_req.mm_inputs, "mm_items", ())
     return (
-        recv_req.mm_inputs is None
+        not any(item.is_audio() for item in media)
         and req.input_embeds is None
         and req.positional_embed_overrides is None
         and not req.return_hidden_states
@@ -92,6 +128,9 @@ def after_weight_update(result: None, updater: Any, *args: Any) -> None:
     cache = _cache(updater.scheduler)
     if cache is not None:
         cache.forget()
+        # LLaVA makes another vision tower when it loads weights.
+        runner = getattr(updater.scheduler.tp_worker, "model_runner", None)
+        count_encoded(getattr(runner, "model", None), cache.statistics)
 
 
 def after_get_internal_state(result: Any, scheduler: Any, *args: Any) -> None:

@@ -113,6 +113,11 @@ def test_audits_and_checks_reach_the_metrics() -> None:
     tree.cache.statistics.held_out(None, error=0.1, kl=0.004)
     seen = values(registry)
     assert seen["kvcmas:audits_total", "unpredicted"] == 1 and seen["kvcmas:audited_kl_sum", ""] == 0.004
+    totals = tree.cache.statistics
+    totals.images_encoded, totals.images_encoded_idle, totals.images_corrected = 5, 3, 8
+    totals.changed()
+    kinds = {label: value for (name, label), value in values(registry).items() if name == "kvcmas:images_total"}
+    assert kinds == {"encoded": 5, "encoded_idle": 3, "corrected": 8}
     tree.cache.statistics.checked(0.006, over_budget=False)
     tree.cache.statistics.checked(0.1, over_budget=True)
     seen = values(registry)

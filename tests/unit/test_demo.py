@@ -13,16 +13,20 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from kvcmas_sgl.demo import picture_demo
 from kvcmas_sgl.demo.__main__ import _max_kl
 from kvcmas_sgl.demo.divergence import kl_divergence
 from kvcmas_sgl.demo.measure import continued
 from kvcmas_sgl.demo.picture import draw
+from kvcmas_sgl.demo.picture_demo import Reading, summary
+from kvcmas_sgl.demo.pictures import picture
 from kvcmas_sgl.demo.prompts import PassedOn, PromptMaker, TokenPrompt
 from kvcmas_sgl.demo.report import summary_lines, table, write_html
 from kvcmas_sgl.demo.roles import ROLES, InputError, load_documents, load_roles
 from kvcmas_sgl.demo.rows import Row, SpanRow, span_rows
 from kvcmas_sgl.demo.servers import ServerError, ServerProcess, free_port
 from kvcmas_sgl.demo.summary import summarize
+from kvcmas_sgl.image_limits import data_url
 from kvcmas_sgl.prepare_model import default_model
 
 
@@ -262,3 +266,28 @@ def test_unusable_documents_get_one_sentence(tmp_path):
     for path, message in ((empty, "is empty"), (binary, "cannot be read"), (tmp_path / "none.txt", "cannot be read")):
         with pytest.raises(InputError, match=message):
             load_documents([path])
+
+
+def reading(first: int, encoded: int, kl: float | None) -> Reading:
+    corrected = 0 if kl is None else 580
+    return Reading(first, "critic", 660, 0, corrected, 660 - corrected, encoded, 0.6, 0.2, kl, kl and 4 * kl, "reused")
+
+
+def test_the_page_of_pictures_holds_them_and_its_figures_are_those_of_the_readings(tmp_path):
+    readings = [reading(0, 4, None), reading(0, 0, 0.01), reading(4, 1, 0.03)]
+    figures = summary(readings)
+    assert (figures["pictures_given"], figures["pictures_encoded"], figures["corrected_tokens"]) == (12, 5, 1160)
+    assert figures["pictures_encoded_of_corrected_readings"] == 1
+    assert figures["kl_mean"] == pytest.approx(0.02) and figures["kl_rotate_only_mean"] == pytest.approx(0.08)
+    assert figures["ttft_ratio_median"] == pytest.approx(3)
+    picture_demo.write(tmp_path, readings, 0.02, {"model": "m"})
+    page = (tmp_path / "demo-images.html").read_text()
+    assert all(page.count(data_url(picture(number))) == 1 for number in range(8)) and "0.0300" in page
+    assert json.loads((tmp_path / "demo-images.json").read_text())["measured_rows"][2]["encoded"] == 1
+    assert len(picture_demo.table(readings).splitlines()) == 5
+    assert "KL" not in "".join(picture_demo.sentences(summary(readings[:1]), 0.02))
+
+
+def test_generated_pictures_are_the_same_every_time_and_all_different():
+    files = [picture(number) for number in range(12)]
+    assert files == [picture(number) for number in range(12)] and len(set(files)) == 12

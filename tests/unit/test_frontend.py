@@ -15,7 +15,7 @@ import sglang as sgl
 from kvcmas_sgl.frontend import Agent, AgentRuntimeEndpoint, Prompt, Span, agent, shared
 from sglang.lang.backend.base_backend import BaseBackend
 from sglang.lang.backend.runtime_endpoint import RuntimeEndpoint
-from sglang.lang.ir import SglConstantText, SglExprList
+from sglang.lang.ir import SglExprList
 
 DOC = "Café Zürich 🦊👩‍👩‍👧 serves 東京 ramen. " * 6
 SYSTEM = "You are a harsh critic 🔥."
@@ -292,13 +292,15 @@ def test_trace_without_values_passes_its_placeholders_through():
     assert nodes[4] == "Argument(name=doc, value=None)"
 
 
-def test_images_and_unknown_text_in_a_shared_span_are_refused():
-    with pytest.raises(TypeError, match=r"^shared\(text\) holds an image; only text can be shared"):
-        shared(sgl.image("fox.png"))
-    with pytest.raises(TypeError, match=r"holds an image"):
-        shared(SglExprList([SglConstantText("A fox: "), sgl.image("fox.png")]))
-    with pytest.raises(TypeError, match=r"holds a video"):
+def test_videos_and_unknown_text_in_a_shared_span_are_refused():
+    with pytest.raises(TypeError, match=r"^shared\(text\) holds a video; only text and images can be shared"):
         shared(sgl.video("fox.mp4", 4))
+    with pytest.raises(TypeError, match=r"holds a video"):
+        shared(SglExprList([sgl.image("fox.png"), sgl.video("fox.mp4", 4)]))
+    with pytest.raises(TypeError, match=r"holds Gen\('x'\); it takes text that is known"):
+        shared(sgl.image("fox.png") + sgl.gen("x"))
+    with pytest.raises(ValueError, match="marked already"):
+        shared(sgl.image("fox.png") + shared(DOC))
     with pytest.raises(TypeError, match=r"^shared\(text\) holds Gen\('x'\); it takes text that is known"):
         shared("Answer: " + sgl.gen("x"))
     with pytest.raises(ValueError, match="marked already"):

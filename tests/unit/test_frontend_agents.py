@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import gc
 import threading
 import weakref
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 import sglang as sgl
 from kvcmas_sgl.frontend import AgentRuntimeEndpoint, MarkedText, Span, agent, open_agent, shared
+from kvcmas_sgl.frontend.marks import Border
 from kvcmas_sgl.frontend.program import extend_program_state
 from sglang.lang.backend.base_backend import BaseBackend
 from sglang.lang.backend.runtime_endpoint import RuntimeEndpoint
@@ -440,6 +442,33 @@ def test_an_image_beside_shared_text_leaves_the_offsets_right(server, tmp_path):
     look.run(doc=DOC, backend=AgentRuntimeEndpoint(server.url, chat_template_name="chatml-llava")).sync()
     (body,) = server.bodies
     assert body["image_data"] and "<image>" in body["text"] and payload(body)["spans"] == spans_in(body, DOC)
+
+
+def test_pictures_are_shared_with_the_text_around_them(server, tmp_path):
+    for name in ("fox", "hen"):
+        (tmp_path / name).write_bytes(name.encode())
+
+    @sgl.function
+    def look(s, doc):
+        with s.agent("looker", system="You look.") as looker:
+            figures = sgl.image(str(tmp_path / "fox")) + "A fox. " + sgl.image(str(tmp_path / "hen"))
+            looker += sgl.user(shared(doc) + " Own. " + shared(figures, "figures") + "Which?")
+            looker += sgl.assistant(sgl.gen("seen"))
+        s["seen"] = looker["seen"]
+
+    look.run(doc=DOC, backend=AgentRuntimeEndpoint(server.url, chat_template_name="chatml-llava")).sync()
+    (body,) = server.bodies
+    assert marked(body) == [DOC, "<image>\nA fox. <image>\n"]
+    assert [base64.b64decode(picture) for picture in body["image_data"]] == [b"fox", b"hen"]
+    assert body["modalities"] == ["multi-images"]
+
+
+def test_a_span_with_pictures_of_which_one_border_is_cut_off_is_none():
+    first, last = (Border(0, 0, "k", opens) for opens in (True, False))
+    text = MarkedText("", (first,)) + "<image>\n" + MarkedText("", (last,)) + "?"
+    assert text.spans == (Span(0, 8),) and ("ab" + text).spans == (Span(2, 10),)
+    assert text[:8].spans == (Span(0, 8),)
+    assert text[1:].spans == () and text[:7].spans == ()
 
 
 def test_marked_text_keeps_marks_through_what_users_do_with_it():

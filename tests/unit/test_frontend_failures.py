@@ -120,7 +120,7 @@ def test_a_scope_that_never_closed_is_an_error_where_it_is_read(endpoint):
         scoped.run(backend=endpoint)
 
 
-def test_bad_arguments_and_images_get_one_sentence(endpoint):
+def test_bad_arguments_and_videos_get_one_sentence(endpoint):
     @sgl.function
     def bad(s, role, doc):
         with s.agent(role, system="S") as one:
@@ -128,8 +128,8 @@ def test_bad_arguments_and_images_get_one_sentence(endpoint):
 
     with pytest.raises(ValueError, match=r"^agent\(role=...\) is ''; it must be a non-empty string\.$"):
         bad.run(role="", doc=DOC, backend=endpoint)
-    with pytest.raises(TypeError, match=r"^shared\(text\) holds an image; only text can be shared"):
-        bad.run(role="a", doc=sgl.image("fox.png"), backend=endpoint)
+    with pytest.raises(TypeError, match=r"^shared\(text\) holds a video; only text and images can be shared"):
+        bad.run(role="a", doc=sgl.video("fox.mp4", 4), backend=endpoint)
 
 
 def test_an_agent_of_an_agent_and_a_joined_fork_fail_under_their_own_name(server, endpoint):

@@ -17,6 +17,10 @@ ESCAPES = "{% for m in messages %}{{ m | tojson }}\n{% endfor %}"
 REPEATS = "{{ messages[-1].content }}\n{% for m in messages %}{{ m.content }}\n{% endfor %}"
 CUTS = "{% for m in messages %}{{ m.content.split('</think>')[-1] }}\n{% endfor %}"
 SYSTEM_LAST = "{% for m in messages|reverse %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+PICTURES = (
+    "{% for m in messages %}[{{ m.role }}]{% if m.content is string %}{{ m.content }}{% else %}{% for p in m.content %}"
+    "{{ p.text if p.type == 'text' else '<i>' }}{% endfor %}{% endif %}[/]{% endfor %}"
+)
 PARTS = "{% for m in messages %}{% for p in m.content %}({{ p.text }}){% endfor %}|{% endfor %}"
 
 DOCUMENT = 'Zwölf Boxkämpfer 🥊👩‍🚀 jagen\nViktor "quer" über den Sylter Deich.'
@@ -84,6 +88,29 @@ def test_a_render_that_fails_marks_nothing() -> None:
     assert locate(MESSAGES, hint.spans, "prompt", lambda messages: None) == ()
 
 
+@pytest.mark.parametrize(
+    ("parts", "mark", "expected"),
+    [
+        ("ii", {}, "<i><i>"),
+        ("iai", {}, "<i>one <i>"),
+        ("aiib", {}, "one <i><i>two"),
+        ("aib", {"start": 1, "end": 6}, "ne <i>tw"),
+        ("aib", {"start": 4}, "two"),
+        ("aibi", {"end": 4}, "one "),
+    ],
+)
+def test_pictures_belong_to_a_whole_message_and_to_text_on_both_sides(
+    parts: str, mark: dict[str, int], expected: str
+) -> None:
+    kinds: dict[str, dict[str, Any]] = {
+        "i": {"type": "image_url", "image_url": {"url": "data:"}},
+        "a": {"type": "text", "text": "one "},
+        "b": {"type": "text", "text": "two"},
+    }
+    messages = [{"role": "system", "content": "S"}, {"role": "user", "content": [kinds[part] for part in parts]}]
+    assert marked_text(PICTURES, messages, [{"message": 1, **mark}]) == [expected]
+
+
 def test_offsets_count_the_text_parts_as_one_text() -> None:
     parts = [{"type": "text", "text": "Read 🥊:"}, {"type": "text", "text": ""}, {"type": "text", "text": DOCUMENT}]
     messages = [{"role": "user", "content": parts}]
@@ -131,11 +158,11 @@ def test_a_bad_field_of_a_chat_gets_one_sentence(words: str, value: Any) -> None
     assert words in message and message.endswith(".") and "\n" not in message and len(message) < 250
 
 
-def test_images_cannot_be_marked_and_disturb_no_other_message() -> None:
-    image = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}
-    with pytest.raises(HintError, match="part of type 'image_url', but only text"):
-        parse_chat({"role": "a", "spans": [{"message": 1}]}, [MESSAGES[0], image])
-    assert len(parse_chat({"role": "a", "spans": [{"message": 0}]}, [MESSAGES[0], image]).spans) == 1
+def test_sound_cannot_be_marked_and_disturbs_no_other_message() -> None:
+    sound = {"role": "user", "content": [{"type": "input_audio", "input_audio": {"data": "x"}}]}
+    with pytest.raises(HintError, match="part of type 'input_audio', but only text and pictures are shared"):
+        parse_chat({"role": "a", "spans": [{"message": 1}]}, [MESSAGES[0], sound])
+    assert len(parse_chat({"role": "a", "spans": [{"message": 0}]}, [MESSAGES[0], sound]).spans) == 1
 
 
 def payload(envelope: Any) -> dict[str, Any]:

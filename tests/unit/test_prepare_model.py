@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from kvcmas_sgl import prepare_model
+from kvcmas_sgl import prepare_image_model, prepare_model
 from kvcmas_sgl.prepare_model import ModelError
 
 
@@ -132,3 +132,10 @@ def test_command_line_says_why_in_one_sentence(tmp_path: Path, capsys: pytest.Ca
 
 def _sha256(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def test_a_model_with_pictures_replaces_no_folder_of_others(tmp_path: Path) -> None:
+    (tmp_path / "mine.txt").write_text("keep")
+    with pytest.raises(ModelError, match="exists and is no model with pictures"):
+        prepare_image_model.prepare_image_model(tmp_path)
+    assert (tmp_path / "mine.txt").read_text() == "keep"

@@ -5,9 +5,18 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.server_args import ServerArgs
+from transformers import LlavaConfig, PretrainedConfig, Qwen2VLConfig
 
-from kvcmas_sgl.support import _RULES, UnsupportedSetupError, check_arguments, check_ranks, check_state_dir
+from kvcmas_sgl.support import (
+    _RULES,
+    UnsupportedSetupError,
+    check_arguments,
+    check_model,
+    check_ranks,
+    check_state_dir,
+)
 
 
 class Arguments:
@@ -81,3 +90,23 @@ def test_ranks_keep_no_state(tmp_path: Path) -> None:
     check_state_dir(None, Arguments(tp_size=2))
     with pytest.raises(UnsupportedSetupError, match=r"^--kvcmas-state-dir is '.*', which --tp-size 2 does not allow: "):
         check_state_dir(str(tmp_path), Arguments(tp_size=2))
+
+
+def model(folder: Path, config: PretrainedConfig) -> ModelConfig:
+    config.save_pretrained(folder)
+    return ModelConfig(str(folder))
+
+
+def test_models_with_m_rope_are_refused(tmp_path: Path) -> None:
+    config = Qwen2VLConfig(architectures=["Qwen2VLForConditionalGeneration"])
+    config.text_config.rope_parameters = {"rope_type": "default", "mrope_section": [16, 24, 24], "rope_theta": 1e6}
+    with pytest.raises(UnsupportedSetupError) as caught:
+        check_model(model(tmp_path, config))
+    assert str(caught.value) == (
+        f"--model-path {tmp_path} uses M-RoPE, which --enable-kvcmas does not support: it needs one-dimensional RoPE."
+    )
+
+
+def test_llava_is_supported(tmp_path: Path) -> None:
+    shape = {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2, "vocab_size": 100}
+    check_model(model(tmp_path, LlavaConfig(architectures=["LlavaLlamaForCausalLM"], **shape)))
