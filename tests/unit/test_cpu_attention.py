@@ -296,4 +296,4 @@ def test_register_is_idempotent() -> None:
     attention.register()
     attention.register()
     assert ATTENTION_BACKEND_CHOICES.count("kvcmas_cpu") == 1
-    assert ATTENTION_BACKENDS["kvcmas_cpu"] is attention.CpuAttnBackend
+    assert ATTENTION_BACKENDS["kvcmas_cpu"] is attention._create

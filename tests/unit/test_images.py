@@ -127,7 +127,7 @@ def test_a_row_of_a_folded_pass_is_told_of_its_own_pictures() -> None:
     whole = batch([0, 0, 0], [32, 32, 4])
     whole.mm_inputs = [inputs, inputs, None]
     rows = fresh_rows([0, 0, 0], [32, 32, 4], [[(2, 12), (21, 31)], [], []])
-    first, second, third, uncut, text = fold(whole, rows, NoTranslation()).mm_inputs
+    first, second, third, uncut, text = fold(whole, rows, NoTranslation(), [False, False, True, True, True]).mm_inputs
     assert first is third is text is None and uncut is inputs
     assert [item is inputs.mm_items[1] for item in second.mm_items] == [True]
 
