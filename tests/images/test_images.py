@@ -208,7 +208,7 @@ def test_bad_pictures_get_http_400(client: openai.OpenAI, taught: Server, tmp_pa
         "the prompt has 2 placeholders for pictures, but image_data holds 1": {"image_data": [data_url(tiny)]},
         "this model reads only the first unless modalities is": {"modalities": None},
         "mm_hashes is not supported with kvcmas.agent": {"mm_hashes": ["1", "2"]},
-        "takes picture files only": {"image_data": [{"format": "processor_output", "feature": [[0.0]]}] * 2},
+        "unknown field `format`": {"image_data": [{"format": "processor_output", "feature": [[0.0]]}] * 2},
         "picture 0 has 20[0-9]+ bytes": {"image_data": [f"file://{large}", data_url(tiny)]},
         "Error while processing image": {"image_data": [data_url(b"no picture"), data_url(tiny)]},
     }
