@@ -25,17 +25,17 @@ def test_roles_are_taught_and_the_next_text_is_reused(
 ) -> None:
     roles = tmp_path / "roles.json"
     roles.write_text(json.dumps(ROLES))
-    arguments = [server.url, "--roles", str(roles), "--documents", str(DOCUMENTS), "--texts", "4"]
+    arguments = [server.url, "--roles", str(roles), "--documents", str(DOCUMENTS), "--texts", "6"]
     arguments += ["--characters", "900", "--answer-tokens", "4", "--api-key", ADMIN_KEY]
     before = stats(server)
     assert calibrate.main(arguments) == 0
     after = stats(server)
     assert after["settings"] == before["settings"] and after["learning"] == 0
-    assert after["requests"] - before["requests"] == 4 * len(ROLES)
+    assert after["requests"] - before["requests"] == 6 * len(ROLES)
     table = capsys.readouterr().out.splitlines()
     both = [line.split() for line in table[1:3]]
     assert {(row[0], row[1]) for row in both} == {tuple(ROLES), tuple(reversed(ROLES))}
-    # Each role was the second reader of every other text.
+    # Each role was the second reader of every other text; the first of these had no prediction to be held against.
     assert [row[2] for row in both] == ["2", "2"]
     assert all(float(row[5]) <= float(row[4]) for row in both)
     text = "The harbour lay still, and the boats came home one by one before the storm. " * 12
