@@ -56,8 +56,7 @@ class AuditJob:
     """A finished request: its prompt and answer, its marked spans, and the stretches to audit.
 
     ``last`` is the source that ends last in the prompt: its path holds the KV of everything before. ``results`` takes
-    the KL, nats, of every edge that was audited, by effort. ``thorough``: edges that had
-    enough audits are audited too.
+    the KL, nats, of every edge that was audited, by effort. ``thorough``: edges that had enough audits are audited too.
     """
 
     tokens: Tokens

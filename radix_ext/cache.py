@@ -20,19 +20,14 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-import torch
 from kvcmas_sgl.radix_ext.agent_prefixes import AgentPrefixes
-from kvcmas_sgl.radix_ext.audit import Auditor
-from kvcmas_sgl.radix_ext.checks import Checker, Held
 from kvcmas_sgl.radix_ext.decision import Reason
 from kvcmas_sgl.radix_ext.decision_log import decision_line
 from kvcmas_sgl.radix_ext.edge_table import edge_table
 from kvcmas_sgl.radix_ext.estimators import make_estimator
 from kvcmas_sgl.radix_ext.gate import Gate
-from kvcmas_sgl.radix_ext.harvest import Harvester
 from kvcmas_sgl.radix_ext.kv_view import KVView
 from kvcmas_sgl.radix_ext.learner import Learner
-from kvcmas_sgl.radix_ext.lessons import Lessons, audits_wanted
 from kvcmas_sgl.radix_ext.node_marks import DeltaFullComponent
 from kvcmas_sgl.radix_ext.placement import Pass, Placer
 from kvcmas_sgl.radix_ext.planner import Planner, Wish
@@ -44,6 +39,7 @@ from kvcmas_sgl.radix_ext.sources import SourceIndex
 from kvcmas_sgl.radix_ext.span_tree import SpanTree
 from kvcmas_sgl.radix_ext.state_keeper import StateKeeper
 from kvcmas_sgl.radix_ext.statistics import Statistics
+from kvcmas_sgl.radix_ext.wiring import make_lessons
 from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams, MatchResult
 from sglang.srt.mem_cache.unified_cache.components import ComponentType
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
@@ -53,7 +49,6 @@ from kvcmas_sgl.switches import Switches
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
-    from sglang.srt.mem_cache.base_prefix_cache import TreeLock
     from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 
 logger = logging.getLogger(__name__)
@@ -108,45 +103,10 @@ class DeltaRadixCache(UnifiedRadixCache):
             self.prefixes.find,
             min_span=config.min_span,
         )
-        harvester = Harvester(
-            view,
-            predictor,
-            self.gate,
-            self.statistics,
-            own_rank=config.own_rank,
-            own_energy=config.own_energy,
-            audited=config.estimator,
-            slots_of=self.spans.slots,
-            attach=self.spans.attach,
-            ranks=ranks,
-        )
         self.learner = Learner(
             self.estimators, self.gate, self.prefixes, self.deltas, self.statistics, config.state_bytes, ranks
         )
-        auditor = Auditor(
-            view,
-            predict=lambda base, consumer, n: predictor.delta(config.estimator, base, consumer.agent, n),
-            wanted=audits_wanted(self.gate, config.estimator, lambda: self.switches.max_kl),
-            slots_of=self.spans.slots,
-            path_of=self.spans.path,
-            allocate=self._take_free,
-            free=self.token_to_kv_pool_allocator.free,
-            ranks=ranks,
-        )
-        checker = Checker(
-            share=config.check_share,
-            estimator=config.estimator,
-            budget=lambda: self.switches.max_kl,
-            gate=self.gate,
-            auditor=auditor,
-            harvester=harvester,
-            statistics=self.statistics,
-            hold=self._hold_path,
-            release=self.unlock,
-            allocate=self._take_free,
-            free=self.token_to_kv_pool_allocator.free,
-        )
-        self.lessons = Lessons(harvester, auditor, checker, self.learner, self.statistics, self.spans.path, ranks)
+        self.lessons = make_lessons(self, predictor, ranks)
         self._placer = Placer(view, self.planner, self.spans.slots, self.statistics, ranks)
         self._publisher = Publisher(self)
         self.keeper: StateKeeper | None = None
@@ -396,18 +356,6 @@ class DeltaRadixCache(UnifiedRadixCache):
         logger.info("kvcmas: settings are now mode=%s max_kl=%s", switches.mode, switches.max_kl)
         self.switches = switches
         self.statistics.changed()
-
-    def _take_free(self, count: int) -> torch.Tensor | None:
-        """Slots for a while, without evicting anything."""
-        allocator = self.token_to_kv_pool_allocator
-        return allocator.alloc(count).to(torch.int64) if allocator.available_size() >= count else None
-
-    def _hold_path(self, node: int) -> tuple[Held, TreeLock | None] | None:
-        """Pin the path to a node on which KV was corrected; None when there is none."""
-        exact = None if self.spans.node(node) is None else self.spans.exact_length(node)
-        if exact is None:
-            return None
-        return Held(self.path_device_indices(node), exact), self.lock(node)
 
     def state(self) -> dict[str, Any]:
         """Totals and sizes, JSON-compatible."""
