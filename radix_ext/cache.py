@@ -90,7 +90,7 @@ class DeltaRadixCache(UnifiedRadixCache):
         super().__init__(params)
         component = self.components[ComponentType.FULL]
         assert isinstance(component, DeltaFullComponent)
-        component.on_gone = self.sources.node_gone
+        component.on_gone = self.node_gone
         self.deltas = component.store
         self.spans = SpanTree(self, self.deltas)
         predictor = Predictor(self.estimators, view, self.spans.slots)
@@ -372,6 +372,15 @@ class DeltaRadixCache(UnifiedRadixCache):
             "edges": {name: len(list(estimator.edges())) for name, estimator in self.estimators.items()},
             "edge_table": edge_table(self.gate, self.estimators, self.statistics),
         }
+
+    def node_gone(self, node: int) -> None:
+        """Drop the sources on a node that the tree evicts, in the middle of an eviction that has to go on."""
+        try:
+            self.sources.node_gone(node)
+        except Exception:
+            # An empty index claims no KV that is gone.
+            self.sources.clear()
+            self.statistics.failed("dropping a source", "all sources are forgotten")
 
     def failed(self, request: AgentRequest | None, where: str) -> None:
         """Count an internal failure, once for each request; the caller goes on with a dense prefill."""

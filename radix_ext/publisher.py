@@ -64,7 +64,7 @@ class Publisher:
                 continue
             cache.view.copy_rows(row[start:stop].long(), slots(node))
             mark_exact(node, cache.deltas)
-            cache.sources.node_gone(node.id)
+            cache.node_gone(node.id)
             for child in node.children.values():
                 if child not in path and provenance(child) is None:
                     mark_corrected(child, Provenance(old.source, CONTEXT, old.error))

@@ -319,10 +319,11 @@ class SourceIndex:
             return
         for source in list(content.sources):
             self._unlink(source)
-        table = self._tables[content.scope]
-        table.remove(content, content.tokens)
-        if not table:
-            del self._tables[content.scope]
+        # Where newer contents have displaced all of its blocks, the table may have gone with them.
+        if (table := self._tables.get(content.scope)) is not None:
+            table.remove(content, content.tokens)
+            if not table:
+                del self._tables[content.scope]
         self.tokens -= len(content.tokens)
         self.version += 1
 

@@ -78,8 +78,9 @@ BREAKABLE = [
     "finish",
     "record",
     "forward",
+    "node_gone",
 ]
-"""Methods of the planner, the view, the publisher, the estimator, the gate; and the model that audits ask."""
+"""Methods of the planner, the view, the publisher, the estimator, the gate, the sources; and the model for audits."""
 
 seen: Counter[str] = Counter()
 """What the machine did, over all examples of this process."""
@@ -104,8 +105,10 @@ class CacheMachine(RuleBasedStateMachine):
         self.breaks = breaks
         if breaks:
             cache = self.tree.cache
-            parts = (cache.planner, cache.view, cache._publisher, cache.estimators["affine"], cache.gate, cache.lessons)
-            for owner in parts:
+            affine = cache.estimators["affine"]
+            for owner in (
+                cache.planner, cache.view, cache._publisher, affine, cache.gate, cache.sources, cache.lessons
+            ):  # fmt: skip
                 for name in BREAKABLE:
                     if hasattr(owner, name):
                         self.make_breakable(owner, name)

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from kvcmas_sgl.radix_ext import sources as module
+from kvcmas_sgl.radix_ext.blocks import MAX_OWNERS
 from kvcmas_sgl.radix_ext.sources import (
     MAX_SOURCES_PER_CONTENT,
     Agent,
@@ -141,6 +142,16 @@ def test_the_index_is_bounded_in_tokens(monkeypatch: pytest.MonkeyPatch) -> None
     assert index.tokens <= 100 and len(index) == 3
     assert index.find("s", np.array([7, *range(30)]), 0, 31) == []
     assert len(index.find("s", np.array([7, *range(19000, 19030)]), 0, 31)) == 1
+
+
+def test_a_content_whose_blocks_were_all_displaced_can_go_last() -> None:
+    index = SourceIndex(SHORTEST)
+    for number in range(MAX_OWNERS + 1):
+        # One whole block each, and it is the same.
+        add(index, "a", number, [1, 2, 100 + number])
+    for number in range(MAX_OWNERS, -1, -1):
+        index.node_gone(number)
+        assert len(index) == number and index.tokens == 3 * number
 
 
 @pytest.mark.parametrize("role", ["critic", "a#b@c", "x@first#y"])
