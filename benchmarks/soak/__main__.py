@@ -132,7 +132,8 @@ class Soak:
                     self.found.problems.append(f"the server did not last: {error}")
             self.found.problems += _complaints(self._logs / "ours.log")
         return {
-            "load": {**asdict(load.outcome), "total": load.outcome.total},
+            # Not `asdict`: it rebuilds a Counter from pairs, which counts the pairs.
+            "load": {**vars(load.outcome), "total": load.outcome.total},
             "seen": asdict(self.found),
             "samples": [asdict(sample) for sample in watch.samples],
             "totals": last,
@@ -162,9 +163,11 @@ class Soak:
         flush = self.found.rounds % _FLUSH_EVERY == 0
         async with Endpoint(url) as endpoint:
             deadline = time.monotonic() + _SETTLE_S
-            while (await totals(endpoint)).get("learning") and time.monotonic() < deadline:
+            last: dict[str, Any] = {}
+            # A fault may also hit the reading of the totals, which are left out then.
+            while (not last or last["learning"]) and time.monotonic() < deadline:
                 await asyncio.sleep(0.2)
-            last = await totals(endpoint)
+                last = await totals(endpoint)
             if flush:
                 answer = await asyncio.to_thread(requests.post, url + "/flush_cache", timeout=60)
                 self.found.flushes += answer.status_code == 200
