@@ -6,7 +6,7 @@ READY := $(VENV)/.ready
 REPORTS := reports
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lock demo examples test lint unit kernels engine server test-kits ranks soak state-machine \
+.PHONY: help setup lock demo examples test lane-1 lane-2 lint unit kernels engine restart server test-kits ranks soak state-machine \
 	bench-attention bench-kernels bench-spans bench-quality bench-serving gpu-check docs clean
 
 help: ## Show this help
@@ -32,7 +32,13 @@ demo: setup ## The main job on a real model and real text, beside stock SGLang (
 examples: setup ## Five multi-agent programs, LangGraph and AutoGen among them (reports/examples.json)
 	$(BIN)/python -m examples --reports $(REPORTS)
 
-test: setup lint unit kernels engine server ## Everything that can be checked here
+test: setup lint ## Everything that can be checked here: one lane of tests per core, of one thread each
+	OMP_NUM_THREADS=1 $(MAKE) --no-print-directory --jobs=2 --output-sync=line lane-1 lane-2
+
+lane-1:
+	$(MAKE) --no-print-directory unit kernels restart
+lane-2:
+	$(MAKE) --no-print-directory engine server
 
 lint: setup ## ruff and mypy
 	$(BIN)/ruff check .
@@ -53,6 +59,8 @@ kernels: setup ## Tests of the GPU kernels without a GPU: Triton interprets in o
 
 engine: setup ## Tests on SGLang's in-process engine
 	$(BIN)/pytest tests/engine
+
+restart: setup ## Tests of engines and servers that end, and of what the next one knows
 	$(BIN)/pytest tests/restart
 
 server: setup ## Tests over HTTP, on one server

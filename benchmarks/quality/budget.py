@@ -5,18 +5,21 @@
 One server of ours, SmolLM2 in its own dtype. Pairs of agents learn from documents; then agents read documents that
 another agent holds and they have not read, each under one of three budgets (a request's ``max_kl``). The truth is the
 same prompt without a hint, which is stock SGLang's dense prefill; both are compared along its own greedy answer. The
-documents are sentences of the texts that the repository carries; every eighth is adversarial: other languages, base64,
-one line repeated, digits.
+documents are sentences of the texts that the repository carries; every eighth is adversarial: other languages, code,
+base64, one line repeated, digits. A span of one token and one of ``--longest`` tokens come last. Adds a chapter to the
+pages that ``python -m benchmarks.quality`` writes.
 """
 
 from __future__ import annotations
 
 import argparse
 import base64
+import inspect
 import json
 import random
 import statistics
 import sys
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -24,6 +27,7 @@ from typing import Any
 
 from tqdm import tqdm
 
+from benchmarks.pages import Block, Table, Text, append_pages, markdown
 from benchmarks.span_workload import Agent, make_agents
 from benchmarks.workload.text import Span, TextSupply
 from kvcmas_sgl.demo.client import Client, agent_report
@@ -34,9 +38,10 @@ from kvcmas_sgl.demo.servers import ServerError, ServerProcess, kvcmas_command
 from kvcmas_sgl.prepare_model import ModelError, default_model
 from kvcmas_sgl.wire import agent_hint
 
+_HEAD = ("max_kl", "readings", "reused spans", "over budget", "reused share", "KL mean", "KL max", "predicted")
 ANSWER_TOKENS = 32
 TOP = 128
-_QUICK = {"agents": 3, "documents": 12, "learned": 4}
+_QUICK = {"agents": 3, "documents": 12, "learned": 4, "longest": 0}
 
 
 @dataclass(frozen=True)
@@ -63,6 +68,7 @@ def adversarial(rng: random.Random) -> dict[str, str]:
     words = ("Hund", "Nachbarn", "nachts,", "weil", "hört;", "東京の朝は", "静かです。", "Добрый", "вечер,", "друзья!")
     return {
         "languages": " ".join(rng.choices(words, k=160)),
+        "code": inspect.getsource(rng.choice((argparse, base64, json, random, statistics)))[3000:4200],
         "base64": base64.b64encode(rng.randbytes(500)).decode(),
         "repeated lines": "the same line again\n" * 80,
         "digits": " ".join(str(rng.randrange(10**6)) for _ in range(90)),
@@ -93,16 +99,24 @@ class Bench:
                 self._client.wait_until_learned()
             yield
 
-    def readings(self, documents: int, budgets: Sequence[float]) -> Iterator[list[Reading]]:
-        """For each document: the readings by every agent but the one that holds it, under one of the budgets."""
+    def readings(self, documents: int, budgets: Sequence[float], longest: int) -> Iterator[list[Reading]]:
+        """For each document: the readings by every agent but the one that holds it, under one of the budgets.
+
+        Two more documents, of one token and of `longest` tokens (0: left out), have the largest budget.
+        """
         for number in range(documents):
             kind, content = self._content(number + 10_000, adversarial_every=8)
-            holder = number // len(budgets) % len(self._agents)
-            first = self._agents[holder].prompt((content,))
-            self._client.answer(first.ids, ANSWER_TOKENS, **_hint(self._agents[holder], first, policy="learn"))
-            self._client.wait_until_learned()
-            others = [agent for place, agent in enumerate(self._agents) if place != holder]
-            yield [self._read(agent, kind, content, budgets[number % len(budgets)]) for agent in others]
+            yield self._read_by_others(number // len(budgets), kind, content, budgets[number % len(budgets)])
+        for kind, length in (("one token", 1), ("longest", longest)):
+            if length:
+                yield self._read_by_others(0, kind, self._supply.span(length), max(budgets))
+
+    def _read_by_others(self, turn: int, kind: str, content: Span, max_kl: float) -> list[Reading]:
+        holder = self._agents[turn % len(self._agents)]
+        first = holder.prompt((content,))
+        self._client.answer(first.ids, ANSWER_TOKENS, **_hint(holder, first, policy="learn"))
+        self._client.wait_until_learned()
+        return [self._read(agent, kind, content, max_kl) for agent in self._agents if agent is not holder]
 
     def _read(self, agent: Agent, kind: str, content: Span, max_kl: float) -> Reading:
         prompt = agent.prompt((content,))
@@ -157,6 +171,38 @@ def summarize(readings: Sequence[Reading]) -> list[dict[str, Any]]:
     return found
 
 
+def chapter(rows: Sequence[dict[str, Any]], readings: Sequence[Reading], noise: float | None) -> list[Block]:
+    """What the pages show: every budget, and by kind what became of the adversarial readings."""
+
+    def shown(value: float | None) -> str:
+        return "-" if value is None else f"{value:.4f}"
+
+    budgets = tuple(
+        (
+            str(row["max_kl"]), str(row["readings"]), str(row["spans"]), str(row["violations"]),
+            f"{row['reused_share']:.2f}", *(shown(row[name]) for name in ("kl_mean", "kl_max", "predicted_mean")),
+        )
+        for row in rows
+    )  # fmt: skip
+    kinds = []
+    for kind in dict.fromkeys(reading.kind for reading in readings):
+        mine = [reading for reading in readings if reading.kind == kind]
+        kls = [reading.kl for reading in mine if reading.kl is not None]
+        reasons = Counter(reading.reason for reading in mine)
+        kinds.append(
+            (
+                kind, str(len(mine)), ", ".join(f"{count} {reason}" for reason, count in reasons.most_common()),
+                shown(statistics.fmean(kls) if kls else None), shown(max(kls, default=None)),
+                str(sum(reading.violates for reading in mine)),
+            )
+        )  # fmt: skip
+    return [
+        Text(f"True KL of spans that a server reused, nats; two dense runs differ by {shown(noise)}."),
+        Table(_HEAD, budgets),
+        Table(("content", "readings", "decisions", "KL mean", "KL max", "over budget"), tuple(kinds)),
+    ]
+
+
 def measure(options: argparse.Namespace) -> list[Reading]:
     """Start a server, let it learn, and read."""
     model = str(default_model())
@@ -169,10 +215,12 @@ def measure(options: argparse.Namespace) -> list[Reading]:
         server.wait_ready()
         bench = Bench(server.url, prompts, agents, TextSupply(texts, prompts.tokens, options.seed), options.tokens)
         readings: list[Reading] = []
-        with tqdm(total=options.learned + options.documents, unit="document", file=sys.stderr) as progress:
+        with tqdm(
+            total=options.learned + options.documents + 1 + bool(options.longest), unit="document", file=sys.stderr
+        ) as progress:
             for _ in bench.learn(options.learned):
                 progress.update()
-            for found in bench.readings(options.documents, options.budgets):
+            for found in bench.readings(options.documents, options.budgets, options.longest):
                 readings += found
                 progress.update()
     return readings
@@ -186,9 +234,10 @@ def main() -> int:
     parser.add_argument("--learned", type=int, default=6, help="documents that all agents read densely first")
     parser.add_argument("--documents", type=int, default=210, help="documents that are reused")
     parser.add_argument("--tokens", type=int, default=300, help="mean length of a document, tokens")
+    parser.add_argument("--longest", type=int, default=7600, help="length of the longest document, tokens; 0: none")
     parser.add_argument("--budgets", type=float, nargs="+", default=[0.01, 0.02, 0.05], help="max_kl, nats")
     parser.add_argument("--seed", type=int, default=0, help="seed of the text")
-    parser.add_argument("--reports", type=Path, default=Path("reports"), help="folder for quality.json and the log")
+    parser.add_argument("--reports", type=Path, default=Path("reports"), help="folder of the report and the log")
     parser.add_argument("--quick", action="store_true", help=f"a check that it works: {_QUICK}")
     options = parser.parse_args()
     if options.quick:
@@ -205,13 +254,10 @@ def main() -> int:
     report |= {"budget": rows, "budget_noise": statistics.fmean(noise) if noise else None}
     report["budget_readings"] = [asdict(reading) for reading in readings]
     path.write_text(json.dumps(report, indent=1) + "\n")
-    print("max_kl   readings  reused spans  violations  reused share  KL mean  KL max  predicted")
-    for row in rows:
-        cells = [row["kl_mean"], row["kl_max"], row["predicted_mean"]]
-        shown = "".join(f"{'-' if cell is None else format(cell, '.4f'):>9}" for cell in cells)
-        print(f"{row['max_kl']:<9} {row['readings']:>7} {row['spans']:>13} {row['violations']:>11} "
-              f"{row['reused_share']:>13.2f}{shown}")  # fmt: skip
-    print(f"noise {report['budget_noise']}; written to {path}")
+    blocks = chapter(rows, readings, report["budget_noise"])
+    append_pages(options.reports, "quality", "Does the budget hold?", blocks)
+    print(markdown(blocks))
+    print(f"written to {path}, quality.md and quality.html")
     return 0
 
 

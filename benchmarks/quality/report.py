@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import base64
-import html
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.pages import Block, Heading, Picture, Table, Text, html_page, markdown
 from benchmarks.quality.claims import Claim
 from benchmarks.quality.methods import MAIN, Method
 from benchmarks.quality.picture import draw_layers, draw_trade
 from benchmarks.quality.summary import Cell, Row
 
+TITLE = "Quality of reuse, method by method"
 _HEAD = (
     "method", "KL mean", "of fullshared", "KL first", "KL p95", "top-1", "same choice", "same answer", "score",
     "to dense (95 %)", "recomputed", "of spans", "reused", "state MiB", "K error", "V error", "s a reading",
@@ -43,8 +43,9 @@ def write(report: Report, folder: Path) -> None:
     draw_trade(report.rows, report.methods, folder / "quality_trade.png")
     draw_layers(report.rows, folder / "quality_layers.png")
     (folder / "quality.json").write_text(json.dumps(as_json(report), indent=1) + "\n", encoding="utf-8")
-    (folder / "quality.md").write_text(markdown(report), encoding="utf-8")
-    (folder / "quality.html").write_text(page(report, folder), encoding="utf-8")
+    parts = blocks(report, folder)
+    (folder / "quality.md").write_text(markdown(parts), encoding="utf-8")
+    (folder / "quality.html").write_text(html_page(TITLE, parts), encoding="utf-8")
 
 
 def as_json(report: Report) -> dict[str, Any]:
@@ -76,41 +77,24 @@ def table(rows: Mapping[str, Row]) -> str:
     )
 
 
-def markdown(report: Report) -> str:
-    """The whole page."""
-    parts = ["# Quality of reuse, method by method", "", *_sentences(report), "", "![trade-off](quality_trade.png)", ""]
-    parts += ["## Methods", "", *_md(_HEAD, _method_rows(report)), ""]
-    parts += [
-        "![layers](quality_layers.png)",
-        "",
-        "## How each method was run",
-        "",
-        *_md(("method", "note"), _notes(report)),
+def blocks(report: Report, folder: Path) -> list[Block]:
+    """The whole page; its plots lie in ``folder``."""
+    return [
+        Heading(TITLE, 1),
+        *map(Text, _sentences(report)),
+        Picture(folder / "quality_trade.png", "KL to the dense run against the share of token-layers computed"),
+        Heading("Methods"),
+        Table(_HEAD, _method_rows(report)),
+        Picture(folder / "quality_layers.png", "Relative error of K and V by layer"),
+        Heading("How each method was run"),
+        Table(("method", "note"), _notes(report), words=True),
+        Heading("Cells"),
+        Table(_CELL_HEAD, _cell_rows(report), words=True),
+        Heading("The article's claims"),
+        Table(_CLAIM_HEAD, _claim_rows(report), words=True),
+        Heading("Settings"),
+        Table(("setting", "value"), tuple((name, str(value)) for name, value in report.settings.items()), words=True),
     ]
-    parts += ["", "## Cells", "", *_md(_CELL_HEAD, _cell_rows(report)), ""]
-    parts += ["## The article's claims", "", *_md(_CLAIM_HEAD, _claim_rows(report)), ""]
-    parts += ["## Settings", "", *(f"- `{name}`: {value}" for name, value in report.settings.items())]
-    return "\n".join(parts) + "\n"
-
-
-def page(report: Report, folder: Path) -> str:
-    """One HTML page that needs nothing else: the plots are inside."""
-    images = {name: base64.b64encode((folder / name).read_bytes()).decode() for name in _IMAGES}
-    return _PAGE.format(
-        sentences="".join(f"<p>{html.escape(line)}</p>" for line in _sentences(report)),
-        trade=images[_IMAGES[0]],
-        layers=images[_IMAGES[1]],
-        methods=_html(_HEAD, _method_rows(report)),
-        notes=_html(("method", "note"), _notes(report)),
-        cells=_html(_CELL_HEAD, _cell_rows(report)),
-        claims=_html(_CLAIM_HEAD, _claim_rows(report)),
-        settings="".join(
-            f"<li><code>{html.escape(str(k))}</code>: {html.escape(str(v))}</li>" for k, v in report.settings.items()
-        ),
-    )
-
-
-_IMAGES = ("quality_trade.png", "quality_layers.png")
 
 
 def _sentences(report: Report) -> list[str]:
@@ -163,16 +147,16 @@ def _maybe(value: float | None) -> str:
     return "-" if value is None else f"{value:.2f}"
 
 
-def _method_rows(report: Report) -> list[tuple[str, ...]]:
-    return [_cells(name, row) for name, row in report.rows.items()]
+def _method_rows(report: Report) -> tuple[tuple[str, ...], ...]:
+    return tuple(_cells(name, row) for name, row in report.rows.items())
 
 
-def _notes(report: Report) -> list[tuple[str, ...]]:
-    return [(method.name, method.note) for method in report.methods if method.note and method.name in report.rows]
+def _notes(report: Report) -> tuple[tuple[str, ...], ...]:
+    return tuple((method.name, method.note) for method in report.methods if method.note and method.name in report.rows)
 
 
-def _cell_rows(report: Report) -> list[tuple[str, ...]]:
-    return [
+def _cell_rows(report: Report) -> tuple[tuple[str, ...], ...]:
+    return tuple(
         (
             cell.kind,
             cell.agent,
@@ -182,42 +166,8 @@ def _cell_rows(report: Report) -> list[tuple[str, ...]]:
             "-" if cell.shows_in_bf16 is None else "yes" if cell.shows_in_bf16 else "no",
         )
         for cell in report.cells
-    ]
+    )
 
 
-def _claim_rows(report: Report) -> list[tuple[str, ...]]:
-    return [(c.claim, c.published, c.ours, c.conditions, c.verdict) for c in report.claims]
-
-
-def _md(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    lines = [head, ["---"] * len(head), *rows]
-    return ["| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines]
-
-
-def _html(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    top = "".join(f"<th>{html.escape(cell)}</th>" for cell in head)
-    body = "".join("<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
-    return f'<div class="scroll"><table><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table></div>'
-
-
-_PAGE = """<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
-<title>Quality of reuse, method by method</title>
-<style>
-body {{ font: 16px/1.5 system-ui, sans-serif; max-width: 80rem; margin: 2rem auto; padding: 0 1rem; color: #1f2430; }}
-img {{ width: 100%; height: auto; }}
-.scroll {{ overflow-x: auto; }}
-table {{ border-collapse: collapse; font-size: 14px; font-variant-numeric: tabular-nums; width: 100%; }}
-th, td {{ padding: .2rem .6rem; text-align: left; vertical-align: top; border-top: 1px solid #e6e9ef; }}
-</style></head><body>
-<h1>Quality of reuse, method by method</h1>
-{sentences}
-<img alt="KL to the dense run against the share of token-layers computed" src="data:image/png;base64,{trade}">
-<h2>Methods</h2>{methods}
-<img alt="Relative error of K and V by layer" src="data:image/png;base64,{layers}">
-<h2>How each method was run</h2>{notes}
-<h2>Cells</h2>{cells}
-<h2>The article's claims</h2>{claims}
-<h2>Settings</h2><ul>{settings}</ul>
-</body></html>
-"""
+def _claim_rows(report: Report) -> tuple[tuple[str, ...], ...]:
+    return tuple((c.claim, c.published, c.ours, c.conditions, c.verdict) for c in report.claims)

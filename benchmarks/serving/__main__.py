@@ -151,6 +151,9 @@ def parser() -> argparse.ArgumentParser:
                  "saturation_workflows", "saturation_repeats", "sweep_workflows", "load_repeats", "scale_documents",
                  "scale_roles", "seed"):  # fmt: skip
         command.add_argument(f"--{name.replace('_', '-')}", type=int, metavar="N", help=f"{name} of the plan (plan.py)")
+    command.add_argument(
+        "--budget-s", type=float, metavar="SECONDS", help="after which nothing is begun that can be left out"
+    )
     command.add_argument("--no-extras", action="store_true", help=f"leave these arms out: {', '.join(EXTRAS)}")
     return command
 

@@ -69,7 +69,6 @@ class Plan:
 
 FULL = Plan()
 QUICK = Plan(
-    learned=4,
     levels=(4,),
     saturation_workflows=4,
     saturation_repeats=1,

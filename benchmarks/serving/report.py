@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.pages import Block, Heading, Picture, Table, Text, html_page, markdown
 from benchmarks.serving.arms import ARMS, OFF, PYTHON, RUST
-from benchmarks.serving.pages import Block, Heading, Picture, Table, Text, html_page, markdown
 from benchmarks.serving.picture import draw
 
 _TIMES = ("ttft_reuse_s", "ttft_first_s", "ttft_s", "hop_s", "workflow_s", "tpot_s")

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.serving.pages import Heading, Picture, Table, Text, html_page
+from benchmarks.pages import Heading, Picture, Table, Text, html_page
 from benchmarks.soak.watch import Sample, growth
 
 _MIB = 1024 * 1024

@@ -16,7 +16,6 @@ from benchmarks.serving.arms import ANCHORS, ARMS, EXTRAS, OFF, OURS, PYTHON, RU
 from benchmarks.serving.bootstrap import paired_ratio
 from benchmarks.serving.bounds import bounds, least_tokens, stock_tokens
 from benchmarks.serving.load_client import LoadRun, load_client_figures
-from benchmarks.serving.pages import Heading, Table, Text, html_page, markdown
 from benchmarks.serving.peers import last_error
 from benchmarks.serving.plain import Pair, overhead, plain_figures
 from benchmarks.serving.plan import Clock
@@ -170,13 +169,6 @@ def test_the_reason_of_a_failed_start_is_the_last_exception_of_the_log(tmp_path:
     assert last_error(log, "otherwise") == "ModuleNotFoundError: No module named 'lmcache'"
     log.write_text("all is well\n")
     assert last_error(log, "not ready\nmore") == "not ready"
-
-
-def test_pages_say_the_same_in_markdown_and_html():
-    blocks = [Heading("A & B"), Text("x < y"), Table(("name", "value"), (("a", "1"),))]
-    assert markdown(blocks) == "## A & B\n\nx < y\n\n| name | value |\n| --- | ---: |\n| a | 1 |\n"
-    page = html_page("T", blocks)
-    assert "<h2>A &amp; B</h2>" in page and "<p>x &lt; y</p>" in page and "<td>a</td><td>1</td>" in page
 
 
 def _found() -> dict[str, Any]:
