@@ -67,7 +67,7 @@ server: setup ## Tests over HTTP, on one server
 	$(BIN)/pytest tests/server
 	$(BIN)/pytest tests/images
 
-test-kits: setup ## SGLang's own test kits against our cache, with plain and agent traffic (docs/kits.md); 8 minutes
+test-kits: setup ## SGLang's own test kits against our cache, with plain and agent traffic (docs/kits.md); 15 minutes
 	$(BIN)/pytest tests/kits
 
 ranks: setup ## Tensor parallelism: two ranks on the CPU decide alike, and answer as one

@@ -19,11 +19,11 @@ def edge_table(gate: Gate, estimators: Mapping[str, Estimator], statistics: Stat
     """One row for an edge and a way to correct it, newest first, JSON-compatible; at most `MAX_ROWS`.
 
     ``source``, ``consumer``: roles; ``source_place``, ``consumer_place``: where in their prompts (`sources.Place`).
-    ``scope``: beginning of the digest of `cache_salt` and `extra_key`. ``estimator``: with ``+heavy`` or ``+heavier``
-    where heavy hitters are computed. ``pairs``, ``audits``: held-out pairs kept, and those of them that were audited.
-    ``tokens``: length of the newest pair's span. ``predicted_error``, ``predicted_kl``: what the gate expects of such a
-    span, None while too little is known. ``measured_error``: of the newest pair; ``audited_kl``: of the newest audited
-    one. Errors are relative KV errors, KL is in nats.
+    ``scope``: beginning of the digest of `cache_salt` and `extra_key`. ``estimator``: with ``+heavy``, ``+heavier`` or
+    ``+heaviest`` where heavy hitters are computed. ``pairs``, ``audits``: held-out pairs kept, and those of them that
+    were audited. ``tokens``: length of the newest pair's span. ``predicted_error``, ``predicted_kl``: what the gate
+    expects of such a span, None while too little is known. ``measured_error``: of the newest pair; ``audited_kl``: of
+    the newest audited one. Errors are relative KV errors, KL is in nats.
     ``corrected_tokens``, ``exact_tokens``: placed on this edge since start, whatever the way. ``state_bytes``: of the
     estimator, for this edge.
     """

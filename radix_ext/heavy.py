@@ -43,7 +43,12 @@ class Effort:
         return f"{estimator}{self.mark}"
 
 
-EFFORTS = (Effort("", 0.0, 0, 0), Effort("+heavy", 1 / 32, 8, 64), Effort("+heavier", 1 / 12, 24, 192))
+EFFORTS = (
+    Effort("", 0.0, 0, 0),
+    Effort("+heavy", 1 / 32, 8, 64),
+    Effort("+heavier", 1 / 12, 24, 192),
+    Effort("+heaviest", 1 / 4, 32, 512),
+)
 """From the cheapest on. The gate takes the first one that fits the budget."""
 
 DEFINITION = f"{[(e.share, e.fewest, e.most) for e in EFFORTS[1:]]} of the tokens, by layers {STRIDE} apart"

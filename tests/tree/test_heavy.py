@@ -36,11 +36,10 @@ def test_every_content_gets_its_scores_once_it_was_computed() -> None:
 
 def test_less_error_is_predicted_where_heavy_hitters_are_computed() -> None:
     kl = expectations(*ready())
-    assert 0 < kl[2] < kl[1] < kl[0]
+    assert 0 < kl[3] < kl[2] < kl[1] < kl[0]
 
 
-@pytest.mark.parametrize("head", [0, 5])
-@pytest.mark.parametrize("effort", [1, 2])
+@pytest.mark.parametrize(("head", "effort"), [(0, 1), (0, 2), (0, 3), (5, 1), (5, 2)])
 def test_heavy_hitters_are_computed_when_the_budget_asks_for_it(head: int, effort: int) -> None:
     kl = expectations(*ready(head=head))
     tree, text = ready(head=head, max_kl=(kl[effort - 1] + kl[effort]) / 2)

@@ -51,25 +51,25 @@ def test_the_kl_is_that_of_its_definition() -> None:
 def test_ways_are_audited_up_to_the_first_that_fits_the_budget() -> None:
     gate, on, tokens, budget = Gate(), Edge("s", "a", "b"), 100, 0.02
     wanted = audits_wanted(gate, "affine", lambda: budget)
-    plain, heavy, heavier = EFFORTS
+    plain, heavy, heavier, heaviest = EFFORTS
 
     def audits(thorough: bool = False) -> list[bool]:
         return [wanted(on, effort, tokens, thorough) for effort in EFFORTS]
 
     def read(**kl: float) -> None:
         for name, value in kl.items():
-            effort = {"plain": plain, "heavy": heavy, "heavier": heavier}[name]
+            effort = {"plain": plain, "heavy": heavy, "heavier": heavier, "heaviest": heaviest}[name]
             gate.record(on, effort.of("affine"), squared_error=0.001, tokens=tokens, kl=value)
 
     # Nothing is known, then two readings that only the second way makes small enough.
-    assert audits() == [True, True, True]
+    assert audits() == [True, True, True, True]
     for _ in range(2):
-        read(plain=0.05, heavy=0.004, heavier=0.003)
-    assert audits() == [True, True, False]
+        read(plain=0.05, heavy=0.004, heavier=0.003, heaviest=0.002)
+    assert audits() == [True, True, False, False]
     for _ in range(ENOUGH_AUDITS - 2):
         read(plain=0.05)
-    assert audits() == [False, True, False] and audits(thorough=True) == [True, True, False]
+    assert audits() == [False, True, False, False] and audits(thorough=True) == [True, True, False, False]
     # The newest readings are easy: the cheapest way fits, and no other is of interest.
     for _ in range(MAX_PAIRS):
         read(plain=0.001)
-    assert audits() == [False, False, False] and audits(thorough=True) == [True, False, False]
+    assert audits() == [False] * 4 and audits(thorough=True) == [True, False, False, False]
