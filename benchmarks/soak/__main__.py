@@ -43,7 +43,7 @@ _FLAGS = ("--chunked-prefill-size", "512")
 _PLAIN_TOKENS = (120, 700)
 _BUSY_PROMPTS = 24
 _ALONE_EACH_ROUND = 2
-_FLUSH_EVERY = 4
+_FLUSH_EVERY = 6
 _SETTLE_S = 20.0
 _SAMPLE_S = 5.0
 
@@ -231,7 +231,7 @@ def parser() -> argparse.ArgumentParser:
     command.add_argument("--fault-rate", type=float, default=0.01, help="share of our internal calls that fail, 0 to 1")
     command.add_argument(
         "--near-tie", type=float, default=0.5,
-        help="nats between stock's two best tokens up to which a plain answer under load may part from stock's",
+        help="nats below stock's best token that a plain answer under load may choose where it parts from stock's",
     )  # fmt: skip
     command.add_argument(
         "--rss-growth", type=float, default=0.02,

@@ -44,7 +44,7 @@ def verdict(figures: dict[str, Any]) -> list[str]:
     wrong = list(seen["problems"])
     wrong += [f"a request failed: {sentence}" for sentence in load["failed"]]
     wrong += [f"a plain prompt that was asked alone was answered otherwise: {text}" for text in seen["alone_differ"]]
-    wrong += [f"a plain answer under load parted where stock's two best tokens are {gap:.2f} nats apart" for gap in far]
+    wrong += [f"a plain answer under load took a token {gap:.2f} nats below stock's best" for gap in far]
     if grown is not None and grown > plan["rss_growth"]:
         wrong.append(f"resident memory grew by {grown:.1%} in the second half.")
     if len(handles) > 2 and min(handles[len(handles) // 2 :]) > max(handles[: len(handles) // 2]):

@@ -28,8 +28,8 @@ class Outcome:
     """What happened to the requests of a load.
 
     `sent` by kind. `failed`: one sentence for each request that got no answer though its client waited. `equal`: plain
-    answers that were stock's; `parted`: those that were not, with how far stock's best two tokens were apart at that
-    place, nats. `corrected`: prompt tokens of agents that were corrected, of `agent_tokens`. `flushes`: flushes under
+    answers that were stock's; `parted`: those that were not, with how far stock put the other token below its
+    best, nats. `corrected`: prompt tokens of agents that were corrected, of `agent_tokens`. `flushes`: flushes under
     load by their HTTP status (SGLang refuses one while requests run).
     """
 

@@ -31,9 +31,10 @@ def test_growth_is_that_of_the_second_half() -> None:
 
 
 def test_answers_part_where_stock_was_undecided_or_elsewhere() -> None:
-    expected = Answer((5, 6, 7), (((-0.1, 5), (-3.0, 1)), ((-0.7, 6), (-0.8, 9)), ((-0.2, 7), (-2.0, 4))), 0)
+    expected = Answer((5, 6, 7), ({5: -0.1, 1: -3.0}, {6: -0.7, 9: -0.8, 4: -1.2}, {7: -0.2, 4: -2.0}), 0)
     assert parting(expected, (5, 6, 7)) is None
     assert parting(expected, (5, 9, 1)) == (1, pytest.approx(0.1))
+    assert parting(expected, (5, 4, 1)) == (1, pytest.approx(0.5))
     assert parting(expected, (5, 8, 7)) == (1, math.inf)
 
 
@@ -61,7 +62,7 @@ def test_nothing_is_wrong_with_a_good_run() -> None:
     ("changed", "words"),
     [
         ({"load__failed": ["agent: HTTP 500"]}, "a request failed: agent: HTTP 500"),
-        ({"load__parted": [0.1, 0.9]}, "0.90 nats apart"),
+        ({"load__parted": [0.1, 0.9]}, "0.90 nats below"),
         ({"load__corrected": 0}, "no token was corrected"),
         ({"seen__alone_differ": ["round 3, cold"]}, "asked alone was answered otherwise: round 3"),
         ({"seen__problems": ["round 2: 5 KV slots are held"]}, "5 KV slots are held"),
