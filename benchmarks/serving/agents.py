@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.serving.arms import ANCHORS, EXTRAS, OURS, ROTATE, RUST, Arm, Fleet
+from benchmarks.serving.arms import EXTRAS, OURS, RUST, Arm, Fleet
 from benchmarks.serving.bootstrap import Ratio, paired_ratio
 from benchmarks.serving.bounds import bounds
 from benchmarks.serving.plan import AGENTS, SLO_FACTOR, Clock, Plan
@@ -132,8 +132,7 @@ class AgentBench:
             "rate_per_s": rate,
             "slo": asdict(self.slo),
             **comparison(found),
-            "against_rotate_only": ratios(found, OURS, ROTATE),
-            "against_anchors": ratios(found, OURS, ANCHORS),
+            "against": {name: ratios(found, OURS, name) for name in EXTRAS},
             "rows": [self.row(entry) for entry in found],
         }
 

@@ -12,8 +12,8 @@ from benchmarks.workload.endpoint import Endpoint
 from kvcmas_sgl.demo.servers import ServerProcess, kvcmas_command, server_environment, stock_command
 
 RUST, PYTHON, OFF, OURS = "stock-rust", "stock-python", "ours-off", "ours"
-ROTATE, ANCHORS = "rotate-only", "anchors"
-EXTRAS = (ROTATE, ANCHORS)
+ROTATE, ANCHORS, KVCOMM = "rotate-only", "anchors", "kvcomm-like"
+EXTRAS = (ROTATE, ANCHORS, KVCOMM)
 """Other ways to correct, on our cache: measured beside ours where time is left."""
 # SGLang's own switch between the two cores of its radix tree.
 _TREE_CORE = "SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND"
@@ -62,6 +62,18 @@ ARMS = {
             hints=True,
             learns=True,
             flags=("--kvcmas-estimator", "anchors", "--kvcmas-rank", "32"),
+        ),
+        # From the last reader's KV: KVComm's context-free encoding of a document has no hop of its own here.
+        Arm(
+            KVCOMM,
+            "KVComm-like: anchors of full rank, its entropy gate",
+            ours=True,
+            hints=True,
+            learns=True,
+            flags=tuple(
+                "--kvcmas-policy always --kvcmas-estimator anchors --kvcmas-rank 192 --kvcmas-tau 0.3 "
+                "--kvcmas-head 0 --kvcmas-own-rank 0".split()
+            ),
         ),
     )
 }

@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.serving.arms import ANCHORS, ARMS, OURS, ROTATE, RUST
+from benchmarks.serving.arms import ANCHORS, ARMS, KVCOMM, OURS, ROTATE, RUST
 
-_COLORS = {RUST: "#7f8794", OURS: "#009e73", ROTATE: "#d55e00", ANCHORS: "#0072b2"}
+_COLORS = {RUST: "#7f8794", OURS: "#009e73", ROTATE: "#d55e00", ANCHORS: "#0072b2", KVCOMM: "#cc79a7"}
 
 
 def draw(found: Mapping[str, Any], folder: Path) -> list[Path]:

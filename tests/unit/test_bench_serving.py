@@ -12,7 +12,7 @@ import pytest
 
 from benchmarks.serving.__main__ import make_plan, parser
 from benchmarks.serving.agents import comparison, ratios
-from benchmarks.serving.arms import ANCHORS, ARMS, EXTRAS, OFF, OURS, PYTHON, RUST
+from benchmarks.serving.arms import ANCHORS, ARMS, EXTRAS, KVCOMM, OFF, OURS, PYTHON, RUST
 from benchmarks.serving.bootstrap import paired_ratio
 from benchmarks.serving.bounds import bounds, least_tokens, stock_tokens
 from benchmarks.serving.load_client import LoadRun, load_client_figures
@@ -160,7 +160,7 @@ def test_every_arm_but_the_off_one_has_its_own_server():
     keys = [arm.key for arm in ARMS.values()]
     assert sorted(keys) == sorted([RUST, PYTHON, OURS, OURS, *EXTRAS])
     assert ARMS[OFF].key == OURS and not ARMS[OFF].hints
-    assert [name for name, arm in ARMS.items() if arm.learns] == [OURS, ANCHORS]
+    assert [name for name, arm in ARMS.items() if arm.learns] == [OURS, ANCHORS, KVCOMM]
 
 
 def test_the_reason_of_a_failed_start_is_the_last_exception_of_the_log(tmp_path: Path):
