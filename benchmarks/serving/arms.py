@@ -70,9 +70,9 @@ ARMS = {
             ours=True,
             hints=True,
             learns=True,
-            flags=tuple(
-                "--kvcmas-policy always --kvcmas-estimator anchors --kvcmas-rank 192 --kvcmas-tau 0.3 "
-                "--kvcmas-head 0 --kvcmas-own-rank 0".split()
+            flags=(
+                *("--kvcmas-policy", "always", "--kvcmas-estimator", "anchors", "--kvcmas-rank", "192"),
+                *("--kvcmas-tau", "0.3", "--kvcmas-head", "0", "--kvcmas-own-rank", "0"),
             ),
         ),
     )
