@@ -45,6 +45,8 @@ _BUSY_PROMPTS = 24
 _ALONE_EACH_ROUND = 2
 _FLUSH_EVERY = 6
 _SETTLE_S = 20.0
+# oneDNN keeps code for each of the last 1,024 shapes that it multiplied, which grows for longer than a soak lasts.
+_FEW_PRIMITIVES = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64"}
 _SAMPLE_S = 5.0
 
 
@@ -114,7 +116,7 @@ class Soak:
     def serve(self, busy: Sequence[Recorded], alone: Sequence[Recorded]) -> dict[str, Any]:
         """Soak ours; returns the report's figures. Raises `ServerError` if it did not even start."""
         plan = self.plan
-        environment = {**server_environment(), RATE: str(plan.fault_rate)}
+        environment = {**server_environment(), RATE: str(plan.fault_rate), **_FEW_PRIMITIVES}
         with tempfile.TemporaryDirectory(prefix="kvcmas-soak-") as state:
             flags = [*self._flags, "--kvcmas-state-dir", state, "--kvcmas-max-kl", "0.1", "--kvcmas-check-share", "0.2"]
             command = kvcmas_command(self._model, flags)

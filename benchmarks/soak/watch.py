@@ -70,7 +70,7 @@ def used_slots(loads: Any) -> int:
 def growth(samples: Sequence[Sample]) -> float | None:
     """How much the resident memory grew over the second half of the samples' time, as a share of its mean there.
 
-    That of a straight line through the samples (least squares): a single one may be high or low. None with fewer than
+    Without learned state, which comes and goes and has a budget of its own. That of a straight line through the samples (least squares): a single one may be high or low. None with fewer than
     `FEWEST` samples in that half.
     """
     if not samples:
@@ -79,7 +79,7 @@ def growth(samples: Sequence[Sample]) -> float | None:
     later = [sample for sample in samples if sample.at_s >= half]
     if len(later) < FEWEST:
         return None
-    at, rss = np.array([s.at_s for s in later]), np.array([s.rss for s in later], float)
+    at, rss = np.array([s.at_s for s in later]), np.array([s.rss - s.state for s in later], float)
     slope = float(np.polyfit(at - at[0], rss, 1)[0])
     return slope * float(at[-1] - at[0]) / float(rss.mean())
 
