@@ -70,8 +70,8 @@ def used_slots(loads: Any) -> int:
 def growth(samples: Sequence[Sample]) -> float | None:
     """How much the resident memory grew over the second half of the samples' time, as a share of its mean there.
 
-    Without learned state, which comes and goes and has a budget of its own. That of a straight line through the samples (least squares): a single one may be high or low. None with fewer than
-    `FEWEST` samples in that half.
+    Without learned state, which comes and goes and has a budget of its own. That of a straight line through the samples
+    (least squares): a single one may be high or low. None with fewer than `FEWEST` samples in that half.
     """
     if not samples:
         return None
