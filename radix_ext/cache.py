@@ -101,6 +101,7 @@ class DeltaRadixCache(UnifiedRadixCache):
             self.spans.own_rows,
             self.spans.resident,
             self.prefixes.find,
+            lambda source: self.lessons.score_now(source),
             min_span=config.min_span,
         )
         self.learner = Learner(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -14,7 +15,7 @@ from kvcmas_sgl.radix_ext.gate import Gate
 from kvcmas_sgl.radix_ext.harvest import Harvester, HarvestJob
 from kvcmas_sgl.radix_ext.heavy import EFFORTS, Effort, score_steps
 from kvcmas_sgl.radix_ext.learner import Learner, Steps
-from kvcmas_sgl.radix_ext.ranks import Ranks
+from kvcmas_sgl.radix_ext.ranks import ONE_RANK, Ranks
 from kvcmas_sgl.radix_ext.request import AgentRequest
 from kvcmas_sgl.radix_ext.sources import Source
 from kvcmas_sgl.radix_ext.statistics import Statistics
@@ -94,6 +95,11 @@ class Lessons:
         """Queue finding the heavy hitters of a content, of which ``source`` is the first or another one."""
         if source.content.heavy is None:
             self._learner.add(self._score(source))
+
+    def score_now(self, source: Source) -> None:
+        """Find them at once, where this rank can do it by itself."""
+        if self._ranks is ONE_RANK:
+            deque(self._score(source), maxlen=0)
 
     def _score(self, source: Source) -> Steps:
         path = self._path_of(source)

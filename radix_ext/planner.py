@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -66,6 +67,8 @@ class Planner:
         Whether a source's node still is in the tree.
     agent_prefix
         Names the agent of a prompt that was found by content (`AgentPrefixes.find`).
+    score
+        Finds the heavy hitters of a source's content now, if it can and nobody has yet.
     min_span
         Shortest span, tokens.
     """
@@ -78,6 +81,7 @@ class Planner:
         own_rows: Callable[[Source, str], Sequence[Rows]],
         resident: Callable[[Source], bool],
         agent_prefix: Callable[[str, Tokens, int | None], tuple[int, str]],
+        score: Callable[[Source], None],
         *,
         min_span: int,
     ) -> None:
@@ -87,6 +91,7 @@ class Planner:
         self.own_rows = own_rows
         self.resident = resident
         self.agent_prefix = agent_prefix
+        self.score = score
         self.min_span = min_span
         # Of prompts whose answers others read: asked once for each of them in a plan.
         self._names: dict[Content, str] = {}
@@ -202,6 +207,8 @@ class Planner:
         consumer = request.agent(match.start)
         context = request.context(match.start)
         length = match.stop - match.start
+        # The budget is the whole prompt's: below its part no span will ask for heavy hitters.
+        part = wish.max_kl / max(1, len(request.report.spans))
 
         def piece(base: Base, estimator: str, expected: Expected, exact: bool = False) -> Piece:
             start, stop = match.start, match.stop
@@ -225,8 +232,13 @@ class Planner:
             name = wish.estimator or self.default
             for way, effort in zip(ways, EFFORTS, strict=True):
                 expected = self.gate.expect(on, effort.of(name), length, base.source.error)
+                if expected is None:
+                    continue
+                if effort.share and all(one.kl > part for one in itertools.chain(*ways)):
+                    # Who reads right after the first reader must not wait for an idle moment.
+                    self.score(base.source)
                 tokens = heavy_tokens(base, length, head, effort)
-                if expected is not None and tokens is not None:
+                if tokens is not None:
                     computed = tuple(match.start + offset for offset in tokens.tolist())
                     way.append(replace(piece(base, name, expected), computed=computed))
         if not any(ways) and wish.always:

@@ -59,6 +59,20 @@ def test_heavy_hitters_are_computed_when_the_budget_asks_for_it(head: int, effor
     tree.check()
 
 
+def test_who_reads_right_after_the_first_reader_does_not_wait_for_an_idle_moment() -> None:
+    kl = expectations(*ready())
+    tree, text = ready(max_kl=(kl[0] + kl[1]) / 2)
+    (source,) = sources_of(tree, text)
+    # As it was before the lesson that works them out.
+    known, source.content.heavy = source.content.heavy, None
+    req = tree.request(CRITIC.prompt(text), CRITIC.hint(text))
+    tree.admit(req)
+    assert req.kvcmas.report.spans[0].reason == "reused"
+    assert np.allclose(source.content.heavy, known, atol=1e-6)
+    tree.finish(req)
+    tree.check()
+
+
 def test_a_budget_below_all_efforts_refuses() -> None:
     tree, text = ready(max_kl=expectations(*ready())[-1] / 2)
     assert CRITIC.read(tree, text)["reason"] == "over_budget"

@@ -12,6 +12,7 @@ from kvcmas_sgl.radix_ext.agent_prefixes import AgentPrefixes
 from kvcmas_sgl.radix_ext.decision import Piece, Reason
 from kvcmas_sgl.radix_ext.estimators import make_estimator
 from kvcmas_sgl.radix_ext.gate import CAUTION, KL_PER_SQUARED_ERROR, MIN_PAIRS, Gate
+from kvcmas_sgl.radix_ext.heavy import EFFORTS
 from kvcmas_sgl.radix_ext.kv_view import KVView
 from kvcmas_sgl.radix_ext.planner import Planner, Wish
 from kvcmas_sgl.radix_ext.predictor import Predictor
@@ -41,9 +42,16 @@ class Case:
             lambda source, name: [],
             lambda source: True,
             AgentPrefixes().find,
+            self._score,
             min_span=16,
         )
+        self.scored: list[Source] = []
         self.head, self.max_kl = head, max_kl
+
+    def _score(self, source: Source) -> None:
+        if source.content.heavy is None:
+            self.scored.append(source)
+            source.content.heavy = np.arange(source.length, dtype=np.float32)
 
     def source(self, role: str, *, error: float = 0.0, context: str = "elsewhere", tokens: object = CONTENT) -> Source:
         content = self.index.content("s", np.array(tokens))
@@ -128,6 +136,25 @@ def test_always_overrides_the_budget_but_says_what_it_predicts() -> None:
     case.learn(case.source("planner"), squared_error=1.0)
     (piece,) = case.plan(case.request(), always=True)
     assert piece.kl > 0.02
+
+
+def test_heavy_hitters_are_found_at_once_only_where_the_cheapest_way_may_not_do() -> None:
+    easy, hard = Case(), Case()
+    for case, squared_error in ((easy, 0.001), (hard, 1.0)):
+        source = case.source("planner")
+        case.learn(source, squared_error=squared_error)
+        on = edge(source.agent, case.request().agent(PREFIX))
+        for _ in range(MIN_PAIRS):
+            case.gate.record(on, EFFORTS[1].of("affine"), squared_error=0.0005, tokens=SPAN)
+    (piece,) = easy.plan(easy.request())
+    assert piece.computed == () and easy.scored == []
+    (piece,) = hard.plan(hard.request())
+    assert len(piece.computed) == EFFORTS[1].fewest and hard.scored == list(hard.index)
+    # Two spans share the budget: what is enough for one may not be for both.
+    both = easy.request(((PREFIX, PREFIX + 40), (PREFIX + 40, PREFIX + SPAN)))
+    easy.max_kl = 1.5 * CAUTION * KL_PER_SQUARED_ERROR * 2 * ERROR**2
+    easy.plan(both)
+    assert easy.scored == list(easy.index)
 
 
 def test_what_the_prompt_stands_on_counts_against_the_budget() -> None:
