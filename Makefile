@@ -71,7 +71,7 @@ test-kits: setup ## SGLang's own test kits against our cache, with plain and age
 	$(BIN)/pytest tests/kits
 
 ranks: setup ## Tensor parallelism: two ranks on the CPU decide alike, and answer as one
-	$(BIN)/pytest tests/ranks
+	$(BIN)/pytest -rP tests/ranks
 
 soak: setup ## One server under mixed load, faults, aborts and flushes, MINUTES of it (reports/soak.html)
 	$(BIN)/python -m benchmarks.soak --reports $(REPORTS) --minutes $(or $(MINUTES),20)
