@@ -45,8 +45,9 @@ _BUSY_PROMPTS = 24
 _ALONE_EACH_ROUND = 2
 _FLUSH_EVERY = 6
 _SETTLE_S = 20.0
-# oneDNN keeps code for each of the last 1,024 shapes that it multiplied, which grows for longer than a soak lasts.
-_FEW_PRIMITIVES = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64"}
+# oneDNN, and torch's layer over it, keep code for each of the last 1,024 shapes that were multiplied: on stock SGLang,
+# too, that grows for longer than a soak lasts.
+_FEW_PRIMITIVES = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64", "LRU_CACHE_CAPACITY": "64"}
 _SAMPLE_S = 5.0
 
 
