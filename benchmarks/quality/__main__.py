@@ -28,7 +28,7 @@ from benchmarks.quality.report import Report, table, write
 from benchmarks.quality.summary import cells, scored_hops, summarize
 from kvcmas_sgl.prepare_model import ModelError, default_model
 
-_QUICK = {"learn": 8, "test": 8, "answer_tokens": 24, "noise_chains": 1}
+_QUICK = {"learn": 8, "test": 4, "answer_tokens": 24, "noise_chains": 1}
 
 
 def parser() -> argparse.ArgumentParser:

@@ -41,7 +41,7 @@ from kvcmas_sgl.wire import agent_hint
 _HEAD = ("max_kl", "readings", "reused spans", "over budget", "reused share", "KL mean", "KL max", "predicted")
 ANSWER_TOKENS = 32
 TOP = 128
-_QUICK = {"agents": 3, "documents": 12, "learned": 4, "longest": 0}
+_QUICK = {"agents": 3, "documents": 9, "learned": 4, "longest": 0}
 
 
 @dataclass(frozen=True)

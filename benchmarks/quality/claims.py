@@ -46,7 +46,8 @@ class RankMeter:
             base = model.canonical(held.kv, held.start)
             true = model.canonical(reading.dense.cut(span.start, span.stop), span.start)
             for name, x, y in zip(("K", "V"), true, base, strict=True):
-                energy = torch.linalg.svdvals((x - y)[1:]).square()
+                off = (x - y)[1:].double()
+                energy = torch.linalg.eigvalsh(off.mT @ off).flip(-1).clamp_min(0)
                 share = energy.cumsum(1) / energy.sum(1, keepdim=True)
                 self.ranks[name].extend(((share < 0.9).sum(1) + 1).tolist())
 

@@ -60,13 +60,24 @@ class Result:
 
 
 class DenseScores:
-    """What is compared with, once a reading: log probabilities and the dense choices."""
+    """What is compared with, once a reading: next-token distributions, likeliest tokens, and the dense choices."""
 
     def __init__(self, model: ReferenceModel, reading: Reading) -> None:
-        self.logprobs = reading.logits.double().log_softmax(-1)
+        logprobs = reading.logits.double().log_softmax(-1)
+        self._probs = logprobs.exp()
+        self._negative_entropy = (self._probs * logprobs).sum(-1)
+        self.best = reading.logits.argmax(-1)
         self.choices = tuple(
             choose(model, reading.dense.cut(0, reading.prompt.body), probe) for probe in reading.probes
         )
+
+    def kl(self, logits: Tensor) -> Tensor:
+        """KL of the dense distributions to those of ``logits`` fp32 [n, vocabulary], nats, fp64 [n].
+
+        The normaliser is one number a row: sum p (log p - l + log Z) = sum p log p - sum p l + log Z.
+        """
+        given = logits.double()
+        return self._negative_entropy - torch.linalg.vecdot(self._probs, given) + given.logsumexp(-1)
 
 
 def measure_chain(model: ReferenceModel, methods: Sequence[Method], chain: Chain) -> list[Result]:
@@ -100,9 +111,8 @@ def compare(
         raise ValueError(f"{name} returned KV of {len(used.kv)} tokens: it must be the body's {prompt.body}")
     tokens = torch.cat([prompt.tokens[prompt.body :], reading.answer])
     logits, whole = model.extend(tokens, used.kv, last=len(tokens))
-    logprobs = logits[:-1].double().log_softmax(-1)
-    kl = (dense.logprobs.exp() * (dense.logprobs - logprobs)).sum(-1)
-    top1 = dense.logprobs.argmax(-1) == logprobs.argmax(-1)
+    kl = dense.kl(logits[:-1])
+    top1 = dense.best == logits[:-1].argmax(-1)
     first = len(prompt.tokens) - prompt.body - 1
     error_k, error_v, token_error = span_errors(reading, used.kv)
     rows = torch.cat([torch.arange(span.start, span.stop) for span in prompt.spans])

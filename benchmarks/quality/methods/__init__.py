@@ -30,8 +30,7 @@ MAIN = (
 """Rows of the table; the others are points of the curves."""
 
 QUICK = (
-    *MAIN, "fullshared@16", "fullshared_context_free", "cacheblend@0.3", "epic@32",
-    "ours+head", "ours+heavier", "ours@0", "ours+heavy@0", "ours+heavier@0", "ours_all_spans",
+    *MAIN, "fullshared@16", "fullshared_context_free", "ours@0", "ours+heavy@0", "ours_all_spans",
 )  # fmt: skip
 """What a quick run measures: the table, and the points of the curves that matter most."""
 
