@@ -74,7 +74,7 @@ QUICK = Plan(
     saturation_repeats=1,
     poisson_workflows=4,
     poisson_repeats=1,
-    plain_rounds=16,
+    plain_rounds=12,
     load_prompts=8,
     load_repeats=0,
     scale_documents=60,
@@ -84,7 +84,7 @@ QUICK = Plan(
     agents=(),
     unseen=(),
     second_document=0,
-    budget_s=720.0,
+    budget_s=820.0,
 )
 
 
