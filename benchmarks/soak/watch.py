@@ -12,6 +12,8 @@ import psutil
 
 from benchmarks.workload.endpoint import Endpoint
 
+_TRIES = 4
+
 
 @dataclass(frozen=True)
 class Sample:
@@ -41,7 +43,10 @@ class Watch:
     async def look(self, endpoint: Endpoint, *, quiet: bool = False) -> Sample:
         """Take a sample and keep it."""
         slots = used_slots(await endpoint.json("/v1/loads"))
-        state = await totals(endpoint)
+        for _ in range(_TRIES):
+            # A fault may hit the reading of the totals, which are left out then.
+            if state := await totals(endpoint):
+                break
         rss = handles = 0
         for process in (self._main, *self._main.children(recursive=True)):
             try:
