@@ -1,4 +1,4 @@
-"""Computing a span's heavy hitters: the second way to reuse it, where the first is over the budget."""
+"""Computing a span's heavy hitters, more and more of them: the ways to reuse it where the first is over the budget."""
 
 from __future__ import annotations
 
