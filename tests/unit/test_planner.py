@@ -11,7 +11,7 @@ import pytest
 from kvcmas_sgl.radix_ext.agent_prefixes import AgentPrefixes
 from kvcmas_sgl.radix_ext.decision import Piece, Reason
 from kvcmas_sgl.radix_ext.estimators import make_estimator
-from kvcmas_sgl.radix_ext.gate import CAUTION, KL_PER_SQUARED_ERROR, MIN_PAIRS, Gate
+from kvcmas_sgl.radix_ext.gate import KL_PER_SQUARED_ERROR, MIN_PAIRS, Gate
 from kvcmas_sgl.radix_ext.heavy import EFFORTS
 from kvcmas_sgl.radix_ext.kv_view import KVView
 from kvcmas_sgl.radix_ext.planner import Planner, Wish
@@ -25,6 +25,7 @@ from kvcmas_sgl.wire import AgentHint
 PREFIX, SPAN = 10, 80
 PROMPT = array("q", range(PREFIX + SPAN + 10))
 CONTENT = np.arange(PREFIX, PREFIX + SPAN)
+SQUARED_ERROR = 0.0005
 
 VIEW = KVView([], [], RotaryTable.from_theta(1e4, 8, 64))
 
@@ -65,7 +66,7 @@ class Case:
         request.hit, request.limit = 3, len(PROMPT) - 1
         return request
 
-    def learn(self, *sources: Source, squared_error: float = 0.001) -> None:
+    def learn(self, *sources: Source, squared_error: float = SQUARED_ERROR) -> None:
         for known in sources:
             for _ in range(MIN_PAIRS):
                 on = edge(known.agent, self.request().agent(PREFIX))
@@ -85,8 +86,10 @@ class Case:
         return request.report.spans[0].reason
 
 
-# For two pairs the margin is 1 + 1/2 (test_gate).
-ERROR = math.sqrt(0.001 * 1.5)
+# For two pairs the margin of the error is 1 + 1/2, and one KL in fifty is so much above the mean (test_gate).
+ERROR = math.sqrt(SQUARED_ERROR * 1.5)
+UNSEEN = math.exp(2.0537489 * math.sqrt(4 * 0.4225 / 5) * math.sqrt(1.5))
+KL = UNSEEN * KL_PER_SQUARED_ERROR * SQUARED_ERROR
 
 
 def test_reasons_for_refusal() -> None:
@@ -99,7 +102,7 @@ def test_reasons_for_refusal() -> None:
     case.learn(*case.index, squared_error=1.0)
     request = case.request()
     assert case.reason(request) is Reason.OVER_BUDGET
-    assert request.report.spans[0].predicted_kl == pytest.approx(CAUTION * KL_PER_SQUARED_ERROR * 1.5)
+    assert request.report.spans[0].predicted_kl == pytest.approx(UNSEEN * KL_PER_SQUARED_ERROR)
     resident = case.request()
     resident.hit = PREFIX + SPAN
     assert case.reason(resident) is Reason.EXACT
@@ -114,7 +117,7 @@ def test_errors_add_along_the_chain_and_the_exact_source_wins_when_the_sum_says_
     case.learn(exact, newest)
     (piece,) = case.plan(case.request())
     assert piece.base.source is exact and piece.error == pytest.approx(ERROR)
-    assert piece.kl == pytest.approx(CAUTION * KL_PER_SQUARED_ERROR * ERROR**2)
+    assert piece.kl == pytest.approx(KL)
     alone = Case(max_kl=1.0)
     alone.learn(alone.source("writer", error=0.05))
     (piece,) = alone.plan(alone.request())
@@ -140,19 +143,19 @@ def test_always_overrides_the_budget_but_says_what_it_predicts() -> None:
 
 def test_heavy_hitters_are_found_at_once_only_where_the_cheapest_way_may_not_do() -> None:
     easy, hard = Case(), Case()
-    for case, squared_error in ((easy, 0.001), (hard, 1.0)):
+    for case, squared_error in ((easy, SQUARED_ERROR), (hard, 1.0)):
         source = case.source("planner")
         case.learn(source, squared_error=squared_error)
         on = edge(source.agent, case.request().agent(PREFIX))
         for _ in range(MIN_PAIRS):
-            case.gate.record(on, EFFORTS[1].of("affine"), squared_error=0.0005, tokens=SPAN)
+            case.gate.record(on, EFFORTS[1].of("affine"), squared_error=SQUARED_ERROR, tokens=SPAN)
     (piece,) = easy.plan(easy.request())
     assert piece.computed == () and easy.scored == []
     (piece,) = hard.plan(hard.request())
     assert len(piece.computed) == EFFORTS[1].fewest and hard.scored == list(hard.index)
     # Two spans share the budget: what is enough for one may not be for both.
     both = easy.request(((PREFIX, PREFIX + 40), (PREFIX + 40, PREFIX + SPAN)))
-    easy.max_kl = 1.5 * CAUTION * KL_PER_SQUARED_ERROR * 2 * ERROR**2
+    easy.max_kl = 1.5 * 2 * KL
     easy.plan(both)
     assert easy.scored == list(easy.index)
 
@@ -160,7 +163,7 @@ def test_heavy_hitters_are_found_at_once_only_where_the_cheapest_way_may_not_do(
 def test_what_the_prompt_stands_on_counts_against_the_budget() -> None:
     case = Case(max_kl=0.012)
     case.learn(case.source("planner"))
-    kl = CAUTION * KL_PER_SQUARED_ERROR * ERROR**2
+    kl = KL
     assert len(case.plan(case.request(), spent=0.012 - kl - 1e-9)) == 1
     assert case.plan(case.request(), spent=0.012 - kl + 1e-9) == []
 
@@ -171,7 +174,7 @@ def test_the_head_and_what_is_resident_are_left_out() -> None:
     (piece,) = case.plan(case.request())
     assert (piece.start, piece.stop, piece.base.offset) == (PREFIX + 8, PREFIX + SPAN, 8)
     # The gate's figure is for a span whose head is computed.
-    assert piece.kl == pytest.approx(CAUTION * KL_PER_SQUARED_ERROR * ERROR**2)
+    assert piece.kl == pytest.approx(KL)
     request = case.request()
     request.hit = PREFIX + 30
     (piece,) = case.plan(request)
