@@ -74,7 +74,7 @@ class Benchmark:
                 self._phase(todo, "saturation", lambda: bench.saturation(pair))
                 bench.use_limits(self.found["saturation"])
                 self._phase(todo, "poisson70", lambda: self._poisson(bench, pair))
-                self._phase(todo, "sweeps", lambda: sweep(bench, self.clock))
+                self._phase(todo, "sweeps", lambda: sweep(bench, self.clock.keeping(self.plan.reserve_s)))
         if "scaling" in todo and self.clock.has(_SCALING_S, "documents and roles"):
             # On a server that has learned nothing yet: what is there before would hide what is added.
             with Fleet(self._model, self._logs / "scaling", _FLAGS) as fleet:

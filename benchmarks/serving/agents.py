@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -19,6 +19,9 @@ from benchmarks.workload.figures import Slo, run_figures
 from benchmarks.workload.text import TextSupply
 from benchmarks.workload.workflow import Workflow
 from kvcmas_sgl.demo.prompts import PromptMaker
+
+_Times = Callable[[Sequence[Measured]], dict[str, list[float]]]
+_Statistic = Callable[[np.ndarray], float]
 
 LOAD = 0.7
 # What stock takes for a later token of a lone request here, generously; the report names the limit that follows.
@@ -118,15 +121,8 @@ class AgentBench:
             found += self.compare(
                 flows, OpenLoop(), [arm for arm in arms if arm.name not in EXTRAS], f"poisson {load:.0%}"
             )
-            # A server that starts and learns takes the cores: these do when the others have been timed.
-            for arm in arms:
-                seconds = flows[-1].arrival_s + (90 + arm.learns * 60 if repeat == 0 else 30)
-                if arm.name in EXTRAS and clock.has(seconds, f"{arm.name} at {load:.0%}, repeat {repeat}"):
-                    if self.fleet.start([arm]):
-                        self.prepare([arm])
-                    extra = measure(self.fleet, arm, flows, OpenLoop(), f"poisson {load:.0%}")
-                    check_prompts([found[-1], extra])
-                    found.append(extra)
+            if repeat == 0:
+                found += self._extras(arms, flows[: self.plan.extra_workflows], load, clock)
         return {
             "load": load,
             "rate_per_s": rate,
@@ -135,6 +131,19 @@ class AgentBench:
             "against": {name: ratios(found, OURS, name) for name in EXTRAS},
             "rows": [self.row(entry) for entry in found],
         }
+
+    def _extras(self, arms: Sequence[Arm], flows: Sequence[Workflow], load: float, clock: Clock) -> list[Measured]:
+        """The same arrivals on the arms of `EXTRAS`, one server at a time: starting and learning take the cores."""
+        found: list[Measured] = []
+        for arm in arms:
+            seconds = flows[-1].arrival_s + 90 + arm.learns * 60
+            if arm.name in EXTRAS and clock.has(seconds, f"{arm.name} at {load:.0%}"):
+                self.fleet.start([arm])
+                self.prepare([arm])
+                found.append(measure(self.fleet, arm, flows, OpenLoop(), f"poisson {load:.0%}"))
+                check_prompts(found)
+                self.fleet.stop([arm.name])
+        return found
 
     def row(self, entry: Measured) -> dict[str, Any]:
         """One run as JSON: figures, the server's side, and every request.
@@ -161,43 +170,40 @@ def comparison(found: Sequence[Measured]) -> dict[str, Any]:
 
 
 def ratios(found: Sequence[Measured], arm: str, against: str = RUST) -> dict[str, Any]:
-    """Times of one arm over another's, over all repeats, with intervals; None where one of them was not measured.
+    """Times of one arm over another's, over the workflows that both ran, with intervals; None where there are none.
 
     `ttft_*` are over the hops that read what an earlier hop of the same workflow has read.
     """
-    mine = [entry for entry in found if entry.arm == arm]
-    theirs = [entry for entry in found if entry.arm == against]
-    names = ("ttft_p50_ratio", "ttft_p99_ratio", "workflow_ratio")
-    if not mine or len(mine) != len(theirs):
-        return {name: None for name in names}
-    ttft = (_reuse_ttft(mine), _reuse_ttft(theirs))
-    whole = (_workflow_seconds(mine), _workflow_seconds(theirs))
-    measured: dict[str, Ratio | None] = {
-        "ttft_p50_ratio": paired_ratio(*ttft, statistic=np.median),
-        "ttft_p99_ratio": paired_ratio(*ttft, statistic=lambda values: float(np.percentile(values, 99))),
-        "workflow_ratio": paired_ratio(*whole, statistic=np.median),
-    }
+    measured: dict[str, Ratio | None] = {}
+    for times, statistics in _TIMES:
+        mine, theirs = (times([entry for entry in found if entry.arm == name]) for name in (arm, against))
+        both = [name for name in mine if name in theirs]
+        pairs = [mine[name] for name in both], [theirs[name] for name in both]
+        measured |= {name: paired_ratio(*pairs, statistic=statistic) for name, statistic in statistics.items()}
     values: dict[str, Any] = {name: ratio and ratio.value for name, ratio in measured.items()}
     return {**values, "intervals": {name: ratio and ratio.as_json() for name, ratio in measured.items()}}
 
 
-def _reuse_ttft(found: Sequence[Measured]) -> list[list[float]]:
-    groups: list[list[float]] = []
-    for entry in found:
-        by_flow: dict[str, list[float]] = {hop.workflow: [] for hop in entry.run.hops}
-        for hop in entry.run.hops:
-            if hop.reuses and hop.reply.error is None:
-                by_flow[hop.workflow].append(hop.reply.ttft_s)
-        groups += by_flow.values()
-    return groups
+def _reuse_ttft(found: Sequence[Measured]) -> dict[str, list[float]]:
+    by_flow: dict[str, list[float]] = {}
+    for hop in (hop for entry in found for hop in entry.run.hops):
+        if hop.reuses and hop.reply.error is None:
+            by_flow.setdefault(hop.workflow, []).append(hop.reply.ttft_s)
+    return by_flow
 
 
-def _workflow_seconds(found: Sequence[Measured]) -> list[list[float]]:
-    groups: list[list[float]] = []
-    for entry in found:
-        names = dict.fromkeys(hop.workflow for hop in entry.run.hops)
-        groups += [[entry.run.workflow_s[name]] if name in entry.run.workflow_s else [] for name in names]
-    return groups
+def _workflow_seconds(found: Sequence[Measured]) -> dict[str, list[float]]:
+    return {name: [seconds] for entry in found for name, seconds in entry.run.workflow_s.items()}
+
+
+def _p99(values: np.ndarray) -> float:
+    return float(np.percentile(values, 99))
+
+
+_TIMES: tuple[tuple[_Times, dict[str, _Statistic]], ...] = (
+    (_reuse_ttft, {"ttft_p50_ratio": np.median, "ttft_p99_ratio": _p99}),
+    (_workflow_seconds, {"workflow_ratio": np.median}),
+)
 
 
 def _limit(rows: Sequence[dict[str, Any]], arm: str) -> float:

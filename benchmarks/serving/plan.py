@@ -28,16 +28,20 @@ class Plan:
         Closed loops: workflows under way, how many a level and repeat.
     poisson_workflows, poisson_repeats
         Arrivals at 70 % of stock's saturation.
+    extra_workflows
+        How many of the first repeat's workflows the other ways to correct get.
     plain_rounds
         Prompts of each kind that every arm of the overhead comparison gets.
     load_prompts, load_repeats
         SGLang's own load client; no repeat leaves it out.
     scale_documents, scale_roles
         Largest counts of the comparison that has to stay flat.
-    sweep_workflows, rates, spans, agents, unseen
+    sweep_workflows, rate_workflows, rates, spans, agents, unseen
         Sweeps; empty ones are left out.
     budget_s
         Seconds after which nothing that can be left out is begun.
+    reserve_s
+        Seconds of these that sweeps leave to what follows them.
     """
 
     document_tokens: int = 2048
@@ -46,23 +50,26 @@ class Plan:
     private_tokens: int = 32
     learned: int = 6
     levels: tuple[int, ...] = (2, 4)
-    saturation_workflows: int = 6
+    saturation_workflows: int = 4
     saturation_repeats: int = 2
-    poisson_workflows: int = 10
+    poisson_workflows: int = 6
     poisson_repeats: int = 2
+    extra_workflows: int = 4
     plain_rounds: int = 100
     load_prompts: int = 24
-    load_repeats: int = 3
+    load_repeats: int = 2
     scale_documents: int = 1000
     scale_roles: int = 32
     sweep_workflows: int = 2
-    rates: tuple[float, ...] = (0.35, 0.95)
-    spans: tuple[int, ...] = (256, 512, 1024, 4096)
-    agents: tuple[int, ...] = (2, 4, 8)
+    rate_workflows: int = 4
+    rates: tuple[float, ...] = (0.95, 0.45)
+    spans: tuple[int, ...] = (256, 1024, 4096)
+    agents: tuple[int, ...] = (2, 8)
     unseen: tuple[float, ...] = (0.0, 0.5, 1.0)
     extras: bool = True
     second_document: int = 768
-    budget_s: float = 5000.0
+    budget_s: float = 4800.0
+    reserve_s: float = 1300.0
     seed: int = 0
     phases: tuple[str, ...] = PHASES
 
@@ -70,7 +77,6 @@ class Plan:
 FULL = Plan()
 QUICK = Plan(
     levels=(4,),
-    saturation_workflows=4,
     saturation_repeats=1,
     poisson_workflows=4,
     poisson_repeats=1,
@@ -85,6 +91,7 @@ QUICK = Plan(
     unseen=(),
     second_document=0,
     budget_s=820.0,
+    reserve_s=0.0,
 )
 
 
@@ -99,6 +106,10 @@ class Clock:
     @property
     def seconds(self) -> float:
         return time.monotonic() - self.started
+
+    def keeping(self, seconds: float) -> Clock:
+        """The same clock for what has to leave so many seconds to others."""
+        return Clock(self.budget_s - seconds, self.left_out, self.started)
 
     def has(self, seconds: float, what: str) -> bool:
         """Whether `what` still fits, if it takes `seconds`; otherwise it is noted as left out."""

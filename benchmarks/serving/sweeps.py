@@ -39,9 +39,9 @@ def sweep(bench: AgentBench, clock: Clock) -> dict[str, Any]:
     ]
     found["rate"] = []
     for load in plan.rates:
-        seconds = 2 * (plan.poisson_workflows / (load * (bench.rate or 1.0)) + 60)
+        seconds = 2 * (plan.rate_workflows / (load * (bench.rate or 1.0)) + 60)
         if bench.rate is not None and clock.has(seconds, f"arrivals at {load:.0%}"):
-            done = bench.poisson(_ARMS, load, plan.poisson_workflows, 1, clock)
+            done = bench.poisson(_ARMS, load, plan.rate_workflows, 1, clock)
             found["rate"].append({"x": load, **done})
     return found
 

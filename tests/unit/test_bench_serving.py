@@ -12,7 +12,7 @@ import pytest
 
 from benchmarks.serving.__main__ import make_plan, parser
 from benchmarks.serving.agents import comparison, ratios
-from benchmarks.serving.arms import ANCHORS, ARMS, EXTRAS, KVCOMM, OFF, OURS, PYTHON, RUST
+from benchmarks.serving.arms import ANCHORS, ARMS, EXTRAS, KVCOMM, OFF, OURS, PYTHON, ROTATE, RUST
 from benchmarks.serving.bootstrap import paired_ratio
 from benchmarks.serving.bounds import bounds, least_tokens, stock_tokens
 from benchmarks.serving.load_client import LoadRun, load_client_figures
@@ -70,6 +70,12 @@ def test_ratios_compare_the_same_workflows_over_hops_that_reread():
     interval = found["intervals"]["ttft_p50_ratio"]
     assert interval["low"] <= found["ttft_p50_ratio"] <= interval["high"]
     assert ratios([stock], OURS)["ttft_p50_ratio"] is None
+    # An arm that ran some of the workflows only, in another order, is compared on those.
+    some = _measured(ROTATE, {"w": (4.0, 3.0), "u": (4.0, 2.0)})
+    against = ratios([stock, ours, some], OURS, ROTATE)
+    assert against["ttft_p50_ratio"] == pytest.approx(1.5 / 2.5) and against["workflow_ratio"] == pytest.approx(
+        np.median([7.0, 13.0]) / np.median([9.0, 8.0])
+    )
 
 
 def test_different_prompts_are_refused():
@@ -154,6 +160,8 @@ def test_a_clock_without_time_left_notes_what_it_leaves_out():
     clock = Clock(budget_s=1000.0)
     assert clock.has(100.0, "short") and not clock.has(1001.0, "long")
     assert len(clock.left_out) == 1 and clock.left_out[0].startswith("long")
+    assert not clock.keeping(950.0).has(100.0, "shared") and clock.has(100.0, "its own")
+    assert [text.split(":")[0] for text in clock.left_out] == ["long", "shared"]
 
 
 def test_every_arm_but_the_off_one_has_its_own_server():
