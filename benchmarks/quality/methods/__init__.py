@@ -30,7 +30,7 @@ MAIN = (
 """Rows of the table; the others are points of the curves."""
 
 QUICK = (
-    *MAIN, "fullshared@16", "fullshared_context_free", "ours@0", "ours+heavy@0", "ours_all_spans",
+    *MAIN, "fullshared@16", "fullshared_context_free", "ours@0", "ours+few@0", "ours+heavy@0", "ours_all_spans",
 )  # fmt: skip
 """What a quick run measures: the table, and the points of the curves that matter most."""
 
@@ -38,6 +38,8 @@ DEFAULTS = KvcmasConfig()
 PUBLISHED_TAU = 0.32
 KVCOMM_GATE = 0.3
 CONTROL_POOL = 10
+FEW = Effort("+few", 1 / 18, 1, 64)
+"""Beside the server's efforts: what at most 6 % of a span, without a head, are worth on spans of any length."""
 
 
 def make_methods(model: ReferenceModel) -> list[Method]:
@@ -118,6 +120,7 @@ def make_methods(model: ReferenceModel) -> list[Method]:
         ),
         ours("ours_all_spans", DEFAULTS.head, EFFORTS[1]),
         *(ours(f"ours{effort.mark}@{head}", head, effort) for effort in EFFORTS for head in (0, 8, DEFAULTS.head, 32)),
+        ours(f"ours{FEW.mark}@0", 0, FEW),
         OwnDelta("ours_own_delta", DEFAULTS.own_rank, energy=DEFAULTS.own_energy, family="own delta"),
         *(OwnDelta(f"ours_own_delta@{rank}", rank, family="own delta") for rank in (8, 32)),
         DeltaMethod("none", NoneEstimator(*size), note="control of the estimator interface: must equal fullshared"),
