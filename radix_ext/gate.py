@@ -12,7 +12,8 @@ the largest of the newest pairs (older ones were made by an estimator that had s
 What the user is promised is the KL of the next-token distribution. Some pairs are audited (`audit`); the KL of the
 others follows from the audited ones' KL per squared error. What is expected of a span is the KL that one in fifty
 exceeds: texts of an edge differ as `spread` says. Length tells little (log KL against log n: slopes of -0.05 to 0.5
-inside the lengths seen, -1 to 0.2 up to 3,600 tokens), so only spans shorter than any seen are expected to have more.
+inside the lengths seen, -1 to 0.2 up to 3,600 tokens), so only spans shorter than any seen, and those far longer, are
+expected to have more.
 Errors along a chain add; the KL of a prompt's spans adds.
 """
 
@@ -22,6 +23,7 @@ import itertools
 import math
 import statistics
 from collections import OrderedDict, deque
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from kvcmas_sgl.radix_ext.estimators import Edge
@@ -45,6 +47,10 @@ and 0.05, and 3, 3 and 4 are above them. Twice the largest KL seen instead lets 
 and computes 1.3 to 2.3 times as many tokens; with a RISK of 0.01 it is 45, 78 and 114 (2, 3, 3)."""
 
 _DEVIATIONS = statistics.NormalDist().inv_cdf(1.0 - RISK)
+
+FARTHEST = 2.0
+"""How many times the longest span seen one may be before more KL is expected of it: 7,600 tokens on edges that knew 450
+had 3 to 7 times as much."""
 
 MIN_PAIRS = 2
 """Held-out pairs before an edge is trusted at all."""
@@ -138,9 +144,10 @@ class Gate:
         seen = sum(pair.squared_error for pair in audited)
         factor = sum(pair.noticed for pair in audited) / seen if seen else KL_PER_SQUARED_ERROR
         levels = [_log(pair.noticed if pair.kl is not None else factor * pair.squared_error) for pair in pairs]
-        wide = self._spread.deviation(estimator, levels) * math.sqrt(1.0 + 1.0 / len(levels))
-        shorter = max(1.0, min(pair.tokens for pair in pairs) / tokens)
-        kl = shorter * math.exp(statistics.fmean(levels) + _DEVIATIONS * wide)
+        # What follows from the audits is no evidence beside them.
+        measured = [_log(pair.noticed) for pair in audited] or levels
+        wide = self._spread.deviation(estimator, measured) * math.sqrt(1.0 + 1.0 / len(measured))
+        kl = _beyond(tokens, pairs) * math.exp(statistics.fmean(levels) + _DEVIATIONS * wide)
         total = carried + own
         return Expected(total, kl * (total / own) ** 2 if own else factor * total * total)
 
@@ -210,6 +217,12 @@ class Gate:
                 pair = HeldOut(number(q, 0.0), count(tokens, 1), None if kl is None else number(kl))
                 loaded._keep(Edge.from_list(names), estimator, pair)
         self._pairs, self._spread = loaded._pairs, loaded._spread
+
+
+def _beyond(tokens: int, pairs: Iterable[HeldOut]) -> float:
+    """How much more KL is expected of a length outside of those seen."""
+    lengths = [pair.tokens for pair in pairs]
+    return max(1.0, min(lengths) / tokens, tokens / (FARTHEST * max(lengths)))
 
 
 def _log(kl: float) -> float:

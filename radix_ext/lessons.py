@@ -24,17 +24,20 @@ from torch import Tensor
 ENOUGH_AUDITS = 6
 """Audits after which an edge needs no more: its pairs go on, and the margin for few audits is small."""
 
+PART = 0.5
+"""Share of the budget that one span should leave to the others of its prompt: with a dearer way it may."""
+
 _DONE = object()
 
 
 def audits_wanted(gate: Gate, estimator: str, budget: Callable[[], float]) -> Callable[[Edge, Effort, int, bool], bool]:
-    """Which audits tell the gate something: of the cheapest way to reuse a span that is known to fit the budget, and of
-    all ways before it, until there are enough; in a ``thorough`` job also beyond."""
+    """Which audits tell the gate something: of the cheapest way to reuse a span that is known to fit its part of the
+    budget, and of all ways before it, until there are enough; in a ``thorough`` job also beyond."""
 
     def wanted(on: Edge, effort: Effort, tokens: int, thorough: bool) -> bool:
         cheaper = EFFORTS[: EFFORTS.index(effort)]
         expected = (gate.expect(on, one.of(estimator), tokens) for one in cheaper)
-        fits = any(one is not None and one.kl <= budget() for one in expected)
+        fits = any(one is not None and one.kl <= PART * budget() for one in expected)
         return not fits and (thorough or gate.audits(on, effort.of(estimator)) < ENOUGH_AUDITS)
 
     return wanted

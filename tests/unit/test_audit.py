@@ -64,7 +64,8 @@ def test_ways_are_audited_up_to_the_first_that_fits_the_budget() -> None:
     # Nothing is known, then two readings that only the second way makes small enough.
     assert audits() == [True, True, True, True]
     for _ in range(2):
-        read(plain=0.05, heavy=0.004, heavier=0.003, heaviest=0.002)
+        read(plain=0.05, heavy=0.002, heavier=0.001, heaviest=0.001)
+    # About four times 0.002 nats are expected of the second way: inside half of the budget.
     assert audits() == [True, True, False, False]
     for _ in range(ENOUGH_AUDITS - 2):
         read(plain=0.05)

@@ -115,23 +115,22 @@ def test_an_edge_whose_texts_are_alike_is_trusted_for_more_than_one_whose_texts_
     assert kl(alike, 100) < kl(different, 100) / 2
 
 
-def test_a_pair_without_an_audit_counts_by_what_the_audits_of_its_edge_noticed() -> None:
+def test_a_pair_without_an_audit_moves_the_mean_but_is_no_more_evidence() -> None:
     """0.06 nats for e^2 of 0.06 in two audits; the third pair's e^2 is 0.04, and so is its KL."""
-    unaudited, audit = audited((0.02, 80, 0.02), (0.04, 40, 0.04), (0.04, 80, None)), Gate()
-    for squared_error, tokens in ((0.02, 80), (0.04, 40), (0.04, 80)):
-        audit.record(EDGE, "affine", squared_error=squared_error, tokens=tokens, kl=squared_error)
-    levels = np.log([0.02, 0.04, 0.04])
+    gate = audited((0.02, 80, 0.02), (0.04, 40, 0.04), (0.04, 80, None))
+    levels = np.log([0.02, 0.04])
     common = (8 * 0.4225 + np.log(2) ** 2 / 2) / 9
-    spread = math.sqrt((4 * common + ((levels - levels.mean()) ** 2).sum()) / 6)
-    assert kl(unaudited, 60) == pytest.approx(math.exp(levels.mean() + 2.0537489 * spread * math.sqrt(4 / 3)))
-    # The audit in its place says of the spread, too, that the texts are alike.
-    assert kl(audit, 60) < kl(unaudited, 60)
+    spread = math.sqrt((4 * common + ((levels - levels.mean()) ** 2).sum()) / 5)
+    mean = np.log([0.02, 0.04, 0.04]).mean()
+    assert kl(gate, 60) == pytest.approx(math.exp(mean + 2.0537489 * spread * math.sqrt(3 / 2)))
+    assert kl(audited((0.02, 80, 0.02), (0.04, 40, 0.04), (0.04, 80, 0.04)), 60) < kl(gate, 60)
 
 
-def test_only_spans_shorter_than_any_that_was_seen_are_expected_to_have_more() -> None:
+def test_spans_shorter_than_any_that_was_seen_and_far_longer_ones_are_expected_to_have_more() -> None:
     gate = audited((0.02, 200, 0.01), (0.02, 800, 0.01))
-    assert kl(gate, 200) == kl(gate, 800) == kl(gate, 5000) == pytest.approx(0.01 * TWO_EQUAL)
+    assert kl(gate, 200) == kl(gate, 800) == kl(gate, 1600) == pytest.approx(0.01 * TWO_EQUAL)
     assert kl(gate, 50) == pytest.approx(4 * kl(gate, 200))
+    assert kl(gate, 4800) == pytest.approx(3 * kl(gate, 1600))
 
 
 def test_a_large_error_that_nothing_noticed_and_a_small_one_that_was_noticed_are_not_multiplied() -> None:
