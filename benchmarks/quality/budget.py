@@ -41,6 +41,8 @@ from kvcmas_sgl.wire import agent_hint
 _HEAD = ("max_kl", "readings", "reused spans", "over budget", "reused share", "KL mean", "KL max", "predicted")
 ANSWER_TOKENS = 32
 TOP = 128
+EXTREMES = "one token", "longest"
+"""Lengths that only the largest budget is asked about; no share of tokens can be compared with theirs."""
 _QUICK = {"agents": 3, "documents": 9, "learned": 4, "longest": 0}
 
 
@@ -107,7 +109,7 @@ class Bench:
         for number in range(documents):
             kind, content = self._content(number + 10_000, adversarial_every=8)
             yield self._read_by_others(number // len(budgets), kind, content, budgets[number % len(budgets)])
-        for kind, length in (("one token", 1), ("longest", longest)):
+        for kind, length in zip(EXTREMES, (1, longest), strict=True):
             if length:
                 yield self._read_by_others(0, kind, self._supply.span(length), max(budgets))
 
@@ -151,18 +153,20 @@ def _hint(agent: Agent, prompt: TokenPrompt, **overrides: Any) -> dict[str, Any]
 
 
 def summarize(readings: Sequence[Reading]) -> list[dict[str, Any]]:
-    """One entry for each budget, ascending; ``violations`` counts spans whose true KL is above it."""
+    """One entry for each budget, ascending; ``violations`` counts spans whose true KL is above it. ``reused_share``
+    leaves the extreme lengths out."""
     found = []
     for max_kl in sorted({reading.max_kl for reading in readings}):
         mine = [reading for reading in readings if reading.max_kl == max_kl]
         used = [reading for reading in mine if reading.kl is not None]
+        common = [reading for reading in mine if reading.kind not in EXTREMES]
         found.append(
             {
                 "max_kl": max_kl,
                 "readings": len(mine),
                 "spans": len(used),
                 "violations": sum(reading.violates for reading in used),
-                "reused_share": sum(r.corrected for r in used) / sum(r.span_tokens for r in mine),
+                "reused_share": sum(r.corrected for r in common) / max(1, sum(r.span_tokens for r in common)),
                 "kl_mean": statistics.fmean(r.kl for r in used if r.kl is not None) if used else None,
                 "kl_max": max((r.kl for r in used if r.kl is not None), default=None),
                 "predicted_mean": statistics.fmean(r.predicted_kl or 0.0 for r in used) if used else None,

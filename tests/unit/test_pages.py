@@ -40,11 +40,12 @@ def test_the_chapter_on_the_budget_shows_what_became_of_every_kind() -> None:
         _reading(0.01, "text", 90, "reused", 0.004),
         _reading(0.01, "text", 90, "reused", 0.012),
         _reading(0.05, "base64", 0, "over_budget", None),
+        _reading(0.05, "longest", 90, "reused", 0.04),
     ]
     rows = summarize(readings)
     assert [(row["max_kl"], row["spans"], row["violations"], row["reused_share"]) for row in rows] == [
         (0.01, 2, 1, 0.9),
-        (0.05, 0, 0, 0.0),
+        (0.05, 1, 0, 0.0),
     ]
     text = markdown(chapter(rows, readings, 0.001))
     assert "two dense runs differ by 0.0010" in text
