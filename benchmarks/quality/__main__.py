@@ -36,8 +36,8 @@ def parser() -> argparse.ArgumentParser:
         prog="python -m benchmarks.quality", description=(__doc__ or "").split("\n\n")[2], allow_abbrev=False
     )
     for name, default, text in (
-        ("learn", 24, f"chains that methods learn from, an even mixture of {', '.join(KINDS)}"),
-        ("test", 30, "chains with other content that methods are measured on"),
+        ("learn", 16, f"chains that methods learn from, an even mixture of {', '.join(KINDS)}"),
+        ("test", 12, "chains with other content that methods are measured on"),
         ("answer-tokens", 32, "tokens of every agent's greedy answer"),
         ("noise-chains", 3, "test chains on which bf16 noise is measured, 0 for none"),
     ):

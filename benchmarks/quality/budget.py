@@ -236,7 +236,7 @@ def main() -> int:
     )
     parser.add_argument("--agents", type=int, default=4, help="agents with distinct system prompts")
     parser.add_argument("--learned", type=int, default=6, help="documents that all agents read densely first")
-    parser.add_argument("--documents", type=int, default=210, help="documents that are reused")
+    parser.add_argument("--documents", type=int, default=92, help="documents that are reused")
     parser.add_argument("--tokens", type=int, default=300, help="mean length of a document, tokens")
     parser.add_argument("--longest", type=int, default=7600, help="length of the longest document, tokens; 0: none")
     parser.add_argument("--budgets", type=float, nargs="+", default=[0.01, 0.02, 0.05], help="max_kl, nats")

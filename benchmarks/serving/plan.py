@@ -48,7 +48,7 @@ class Plan:
     answer_tokens: int = 16
     last_tokens: int = 16
     private_tokens: int = 32
-    learned: int = 6
+    learned: int = 9
     levels: tuple[int, ...] = (2, 4)
     saturation_workflows: int = 4
     saturation_repeats: int = 2
