@@ -13,8 +13,7 @@ What the user is promised is the KL of the next-token distribution. Some pairs a
 others follows from the audited ones' KL per squared error. What is expected of a span is the KL that one in fifty
 exceeds: texts of an edge differ as `spread` says. Length tells little (log KL against log n: slopes of -0.05 to 0.5
 inside the lengths seen, -1 to 0.2 up to 3,600 tokens), so only spans shorter than any seen, and those far longer, are
-expected to have more.
-Errors along a chain add; the KL of a prompt's spans adds.
+expected to have more. Errors along a chain add; the KL of a prompt's spans adds.
 """
 
 from __future__ import annotations
