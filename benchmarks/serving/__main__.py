@@ -181,6 +181,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # Told to stop, it stops its servers, which are in process groups of their own.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     found = _earlier(options.reports / "serving-raw.json", plan) if options.resume else {}
+    kept = [name for name in PHASES if name in found]
     try:
         benchmark = Benchmark(options.model or str(default_model()), plan, options.reports, found)
         benchmark.run()
@@ -191,6 +192,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "plan": asdict(plan),
         "profile": "quick" if options.quick else "full",
         "seconds": round(benchmark.clock.seconds, 1),
+        "kept_from_an_earlier_run": kept,
         "left_out": benchmark.clock.left_out,
         "machine": {"cores": os.cpu_count(), "cpu": platform.processor() or platform.machine(),
                     "load_average_1min": os.getloadavg()[0]},

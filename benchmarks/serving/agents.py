@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
@@ -66,8 +67,11 @@ class AgentBench:
         seconds = {}
         for arm in arms:
             if arm.learns:
-                seconds[arm.name] = learn(self.fleet, arm, self.builder.workflows(self.plan.learned, "learned-"))
+                seconds[arm.name] = learn(self.fleet, arm, self.builder.workflows(self._learned(arm), "learned-"))
         return {"learning_hop_s": seconds, "workflows": self.plan.learned}
+
+    def _learned(self, arm: Arm) -> int:
+        return math.ceil(arm.learns * self.plan.learned)
 
     def compare(
         self, workflows: Sequence[Workflow], arrivals: Arrivals, arms: Sequence[Arm], title: str
@@ -136,7 +140,7 @@ class AgentBench:
         """The same arrivals on the arms of `EXTRAS`, one server at a time: starting and learning take the cores."""
         found: list[Measured] = []
         for arm in arms:
-            seconds = flows[-1].arrival_s + 90 + arm.learns * 60
+            seconds = flows[-1].arrival_s + 120 + self._learned(arm) * 30
             if arm.name in EXTRAS and clock.has(seconds, f"{arm.name} at {load:.0%}"):
                 self.fleet.start([arm])
                 self.prepare([arm])

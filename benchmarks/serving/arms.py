@@ -23,14 +23,15 @@ _TREE_CORE = "SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND"
 class Arm:
     """`flags` and `environment` are the server's; `hints`: requests name their role and spans.
 
-    `server`: the arm whose server this one uses, if not one of its own. `learns`: it refuses to reuse before it has.
+    `server`: the arm whose server this one uses, if not one of its own. `learns`: from what share of the
+    plan's workflows before it is timed; one that never refuses needs fewer.
     """
 
     name: str
     label: str
     ours: bool
     hints: bool = False
-    learns: bool = False
+    learns: float = 0.0
     flags: tuple[str, ...] = ()
     environment: Mapping[str, str] | None = None
     server: str = ""
@@ -47,7 +48,7 @@ ARMS = {
         Arm(PYTHON, "stock SGLang, Python tree", ours=False, environment={_TREE_CORE: "python"}),
         # Measured before the first request with a hint.
         Arm(OFF, "ours, no agent traffic", ours=True, server="ours"),
-        Arm(OURS, "ours", ours=True, hints=True, learns=True),
+        Arm(OURS, "ours", ours=True, hints=True, learns=1.0),
         Arm(
             ROTATE,
             "rotate-only",
@@ -60,7 +61,7 @@ ARMS = {
             "published anchors, our gate",
             ours=True,
             hints=True,
-            learns=True,
+            learns=1.0,
             flags=("--kvcmas-estimator", "anchors", "--kvcmas-rank", "32"),
         ),
         # From the last reader's KV: KVComm's context-free encoding of a document has no hop of its own here.
@@ -69,7 +70,7 @@ ARMS = {
             "KVComm-like: anchors of full rank, its entropy gate",
             ours=True,
             hints=True,
-            learns=True,
+            learns=1 / 3,
             flags=(
                 *("--kvcmas-policy", "always", "--kvcmas-estimator", "anchors", "--kvcmas-rank", "192"),
                 *("--kvcmas-tau", "0.3", "--kvcmas-head", "0", "--kvcmas-own-rank", "0"),

@@ -68,8 +68,8 @@ class Plan:
     unseen: tuple[float, ...] = (0.0, 0.5, 1.0)
     extras: bool = True
     second_document: int = 768
-    budget_s: float = 4800.0
-    reserve_s: float = 1300.0
+    budget_s: float = 5000.0
+    reserve_s: float = 950.0
     seed: int = 0
     phases: tuple[str, ...] = PHASES
 

@@ -107,6 +107,10 @@ def _blocks(found: Mapping[str, Any], about: Mapping[str, Any], pictures: Sequen
         "prompts; ratios are ours over stock SGLang with its Rust tree. A bound is what token arithmetic allows: spans "
         "that were read before cost nothing, waiting and decoding are left out."
     )
+    if about["kept_from_an_earlier_run"]:
+        yield Text(
+            f"Measured in an earlier run, which this one resumed: {', '.join(about['kept_from_an_earlier_run'])}."
+        )
     for line in headline(found):
         yield Text(line)
     for path in pictures:
@@ -257,7 +261,14 @@ def _sweep_table(name: str, points: Sequence[Mapping[str, Any]]) -> Table:
 
 def _scaling_blocks(scaling: Mapping[str, Any]) -> Iterator[Block]:
     yield Heading("Does it stay flat?")
-    yield Text("Last windows over early ones; 1 is flat. `ours_ms`: the scheduler's thread in our code, per request.")
+    yield Text(
+        "Last windows over early ones; 1 is flat. `ours_ms`: the scheduler's thread in our code, per request. State is "
+        "kept per pair of agents that follow one another (`edge_bytes`), up to --kvcmas-state-bytes."
+    )
+    trends = {name: trend for name, trend in scaling["documents"]["trend"].items() if trend}
+    if trends:
+        told = (f"{name} {one['value']:+.1%} ({one['low']:+.1%} to {one['high']:+.1%})" for name, one in trends.items())
+        yield Text(f"Trend over all documents after the first window, and its 95 % interval: {', '.join(told)}.")
     rows = []
     for kind in ("documents", "roles"):
         found = scaling[kind]

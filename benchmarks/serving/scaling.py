@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from scipy.stats import theilslopes
 from tqdm import tqdm
 
 from benchmarks.serving.arms import ARMS, OURS, Fleet
@@ -23,6 +24,7 @@ from kvcmas_sgl.demo.prompts import PromptMaker, TokenPrompt
 
 _SPAN, _SYSTEM, _OUTPUT = 96, 72, 1
 _WINDOW_DOCUMENTS = 10
+_LEAST_WINDOWS = 5
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,11 @@ class Window:
     own_delta_bytes: int
     edges: int
     sources: int
+
+    @property
+    def edge_bytes(self) -> float:
+        """What is kept of one pair of agents, own deltas of documents apart."""
+        return (self.state_bytes - self.own_delta_bytes) / max(self.edges, 1)
 
 
 def measure_scaling(
@@ -67,9 +74,10 @@ def measure_scaling(
 
 
 def scaling_figures(windows: dict[str, list[Window]]) -> dict[str, Any]:
-    """The last window over an early one, and all windows; a ratio of 1 is flat.
+    """The last windows over early ones, where 1 is flat; the documents' trend, where 0 is; and all windows.
 
-    The early window of documents is the second: the first learns the first pair of agents.
+    The early windows of documents begin with the second: the first learns the first pair of agents. `trend` is the
+    Theil-Sen slope from there to the last window as a share of the median, with its 95 % interval.
     """
     documents, roles = windows["documents"], windows["roles"]
     early = documents[1:4] or documents
@@ -78,12 +86,13 @@ def scaling_figures(windows: dict[str, list[Window]]) -> dict[str, Any]:
     def median(found: Sequence[Window], name: str) -> float:
         return statistics.median(getattr(window, name) for window in found)
 
-    names = ("request_ms", "ours_ms", "match_ms", "state_bytes", "own_delta_bytes")
+    names = ("request_ms", "ours_ms", "match_ms", "state_bytes", "own_delta_bytes", "edge_bytes")
     return {
         "documents": {
             "from": early[0].documents,
             "to": late[-1].documents,
             "ratio": {name: _ratio(median(late, name), median(early, name)) for name in names},
+            "trend": {name: _trend(documents[1:], name) for name in ("request_ms", "ours_ms", "match_ms")},
         },
         "roles": {
             "from": roles[0].roles,
@@ -134,6 +143,15 @@ class _Reader:
 
     async def _state(self) -> Any:
         return (await self._endpoint.json("/server_info"))["internal_states"][0]["kvcmas"]
+
+
+def _trend(windows: Sequence[Window], name: str) -> dict[str, float] | None:
+    if len(windows) < _LEAST_WINDOWS:
+        return None
+    counts, values = [window.documents for window in windows], [getattr(window, name) for window in windows]
+    scale = (counts[-1] - counts[0]) / statistics.median(values)
+    slope, _, low, high = theilslopes(values, counts)
+    return {"value": float(slope) * scale, "low": float(low) * scale, "high": float(high) * scale}
 
 
 def _ratio(late: float, early: float) -> float | None:

@@ -133,7 +133,7 @@ def test_the_load_clients_ratios_are_taken_in_the_same_repeat():
 
 
 def _window(documents: int, roles: int, ms: float, state: int) -> Window:
-    return Window(documents, roles, 20, 100.0, ms, ms / 2, 1.0, state, 10, 1, documents)
+    return Window(documents, roles, 20, 100.0, ms, ms / 2, 1.0, state, 10, roles - 1, documents)
 
 
 def test_flatness_is_the_late_windows_over_the_early_ones():
@@ -143,9 +143,13 @@ def test_flatness_is_the_late_windows_over_the_early_ones():
     # Windows 8 to 10 over windows 2 to 4; the first is left out.
     assert found["documents"]["ratio"]["ours_ms"] == pytest.approx(1.9 / 1.3)
     assert found["documents"]["ratio"]["state_bytes"] == 1.0
+    # 0.1 ms a window over eight windows, of a median of 1.6 ms.
+    assert found["documents"]["trend"]["ours_ms"] == pytest.approx({"value": 0.5, "low": 0.5, "high": 0.5})
+    # 90 bytes of one pair of agents; 140 of three.
     assert found["roles"]["ratio"] == pytest.approx(
-        {"request_ms": 1.0, "ours_ms": 1.5, "match_ms": 1.5, "state_bytes": 1.5, "own_delta_bytes": 1.0}
-    )
+        {"request_ms": 1.0, "ours_ms": 1.5, "match_ms": 1.5, "state_bytes": 1.5, "own_delta_bytes": 1.0,
+         "edge_bytes": 140 / 3 / 90}
+    )  # fmt: skip
 
 
 def test_the_command_line_changes_the_plan_and_refuses_unknown_phases():
@@ -196,7 +200,7 @@ def _found() -> dict[str, Any]:
     saturation = {"throughput_ratio": 2.5, "throughput_ratio_range": [2.4, 2.6],
                   "workflows_per_s": {RUST: 0.05, OURS: 0.125},
                   "rows": [{"level": 2, "repeat": 0, **row} for row in rows]}  # fmt: skip
-    windows = {"documents": [_window(10 * n, 2, 1.0, 100) for n in range(1, 4)], "roles": [_window(30, 2, 1.0, 100)]}
+    windows = {"documents": [_window(10 * n, 2, 1.0, 100) for n in range(1, 7)], "roles": [_window(30, 2, 1.0, 100)]}
     return {
         "plain": plain_figures([_pair("cold", 1.01, 1.0, 1.0), _pair("next_turn", 1.01, 1.0, 1.0)]),
         "saturation": saturation,
@@ -208,8 +212,8 @@ def _found() -> dict[str, Any]:
 
 
 def test_the_reports_keys_are_those_that_others_read(tmp_path: Path):
-    about = {"profile": "quick", "seconds": 1.0, "left_out": ["long: 9 s"], "plan": {"second_document": 0},
-             "machine": {"cores": 2, "load_average_1min": 0.5}}  # fmt: skip
+    about = {"profile": "quick", "seconds": 1.0, "left_out": ["long: 9 s"], "kept_from_an_earlier_run": ["plain"],
+             "plan": {"second_document": 0}, "machine": {"cores": 2, "load_average_1min": 0.5}}  # fmt: skip
     found = _found()
     write_reports(tmp_path, found, about)
     content = json.loads((tmp_path / "serving.json").read_text())
@@ -222,6 +226,7 @@ def test_the_reports_keys_are_those_that_others_read(tmp_path: Path):
     # Raw requests are in the raw file.
     assert "run" not in content["phases"]["poisson70"]["rows"][0]
     text = (tmp_path / "serving.md").read_text()
+    assert "ours_ms +0.0% (+0.0% to +0.0%)" in text and "resumed: plain." in text
     assert "it cannot" in text and "long: 9 s" in text and "0.20 of stock's" in text
     assert (tmp_path / "serving.html").read_text().count("data:image/png;base64,") == 3
 
