@@ -20,7 +20,8 @@ _PATIENCE_S = 120.0
 class Peer:
     """A system that SGLang can run with, and the flags that turn it on.
 
-    `package`: what has to be installed for it, beside what the lock file has. `daemon`: a server of its own, which is
+    `package`: what has to be installed for it, beside what the lock file has; `needs`: what that imports besides, of
+    which its own requirements ask for other versions than SGLang's. `daemon`: a server of its own, which is
     told its host and port as SGLang's is; `{config}` in `flags` is then a file with them.
     """
 
@@ -28,6 +29,7 @@ class Peer:
     what: str
     flags: tuple[str, ...]
     package: str = ""
+    needs: tuple[str, ...] = ()
     daemon: tuple[str, ...] = ()
 
 
@@ -55,7 +57,10 @@ PEERS = (
         "LMCache's SGLang connector: exact prefixes only",
         ("--enable-lmcache", "--lmcache-config-file", "{config}"),
         package="lmcache",
-        daemon=(sys.executable, "-c", _LMCACHE, "server", "--l1-size-gb", "1", "--eviction-policy", "LRU"),
+        needs=("blake3", "cachetools", "opentelemetry-sdk", "py-cpuinfo"),
+        # Without a GPU SGLang's side moves the KV, which the daemon has to be told.
+        daemon=(sys.executable, "-c", _LMCACHE, "server", "--l1-size-gb", "1", "--eviction-policy", "LRU",
+                "--supported-transfer-mode", "auto", "--http-port", "0"),
     ),
 )  # fmt: skip
 
@@ -76,8 +81,10 @@ def _try(
     peer: Peer, model: str, logs: Path, flags: Sequence[str], use: Callable[[Fleet, Arm], None]
 ) -> tuple[bool, str]:
     if peer.package and importlib.util.find_spec(peer.package) is None:
-        return False, f"{peer.package} is not installed: install it without its dependencies to try it"
+        needed = " ".join((peer.package, *peer.needs))
+        return False, f"{peer.package} is not installed; pip install --no-deps {needed}"
     given = peer.flags
+    daemon = None
     with ExitStack() as stack:
         if peer.daemon:
             log = logs / f"{peer.name}-daemon.log"
@@ -91,7 +98,8 @@ def _try(
             fleet.start([arm], _PATIENCE_S)
             use(fleet, arm)
         except (ServerError, RuntimeError) as error:
-            return False, last_error(logs / f"{arm.name}.log", str(error))
+            said = last_error(logs / f"{arm.name}.log", str(error))
+            return False, said if daemon is None else f"{said} (its daemon: {last_error(daemon.log, 'no error')})"
     return True, "runs here"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -165,7 +166,10 @@ def _poisson_blocks(poisson: Mapping[str, Any]) -> Iterator[Block]:
     )
     yield _times_table(poisson["rows"])
     yield _server_table(poisson["rows"])
-    spans = {row["arm"]: row["spans"] for row in poisson["rows"] if row["spans"]}
+    spans: dict[str, Counter[str]] = {}
+    for row in poisson["rows"]:
+        if row["spans"]:
+            spans.setdefault(row["arm"], Counter()).update(row["spans"])
     for arm, reasons in spans.items():
         yield Text(
             f"Spans, {_label(arm)}: " + ", ".join(f"{count} {reason}" for reason, count in reasons.items()) + "."
@@ -174,9 +178,9 @@ def _poisson_blocks(poisson: Mapping[str, Any]) -> Iterator[Block]:
 
 def _times_table(rows: Sequence[Mapping[str, Any]]) -> Table:
     lines = [
-        (f"{_label(row['arm'])}: {_MEANING[name]}", *(_shown(row[name][point], ".3f") for point in _POINTS))
+        (f"{label}: {_MEANING[name]}", *(_shown(row[name][point], ".3f") for point in _POINTS))
         for name in _TIMES
-        for row in rows
+        for label, row in _labelled(rows)
         if row[name] is not None
     ]
     return Table(("seconds", *_POINTS), tuple(lines))
@@ -184,11 +188,11 @@ def _times_table(rows: Sequence[Mapping[str, Any]]) -> Table:
 
 def _server_table(rows: Sequence[Mapping[str, Any]]) -> Table:
     lines = []
-    for row in rows:
+    for label, row in _labelled(rows):
         tokens, server = row["tokens"], row["server"]
         lines.append(
             (
-                _label(row["arm"]),
+                label,
                 _shown(row["workflows_per_s"], ".4f"),
                 _shown(row["goodput_per_s"], ".3f"),
                 _shown(row["slo_attainment"], ".0%"),
@@ -292,6 +296,17 @@ def _without_runs(value: Any) -> Any:
     if isinstance(value, dict):
         return {name: _without_runs(item) for name, item in value.items() if name not in ("run", "pairs")}
     return [_without_runs(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def _labelled(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, Mapping[str, Any]]]:
+    """Rows by arm, and an arm's own in the order of its runs, which are numbered where there are several."""
+    arms = [row["arm"] for row in rows]
+    found = []
+    for arm in dict.fromkeys(arms):
+        runs = [row for row in rows if row["arm"] == arm]
+        numbers = (f" ({number})" if len(runs) > 1 else "" for number in range(1, len(runs) + 1))
+        found += [(_label(arm) + number, row) for number, row in zip(numbers, runs, strict=True)]
+    return found
 
 
 def _label(arm: str) -> str:
