@@ -57,7 +57,7 @@ PEERS = (
         "LMCache's SGLang connector: exact prefixes only",
         ("--enable-lmcache", "--lmcache-config-file", "{config}"),
         package="lmcache",
-        needs=("blake3", "cachetools", "opentelemetry-sdk", "py-cpuinfo"),
+        needs=("blake3", "cachetools", "opentelemetry-sdk", "opentelemetry-semantic-conventions", "py-cpuinfo"),
         # Without a GPU SGLang's side moves the KV, which the daemon has to be told.
         daemon=(sys.executable, "-c", _LMCACHE, "server", "--l1-size-gb", "1", "--eviction-policy", "LRU",
                 "--supported-transfer-mode", "auto", "--http-port", "0"),
